@@ -1,0 +1,91 @@
+"""llama.cpp's prefix cache for people who write agents. Start with `Model` and `Engine`; see the README.
+
+Names are resolved when first used, so that importing the package loads neither numpy nor the compiled module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors
+    from .config import Layout, Memory
+    from .engine import Engine
+    from .errors import PyLlamaCacheError
+    from .model import Model
+    from .observe.metrics import Statistics
+    from .request import (
+        CacheReport,
+        Chunk,
+        Completion,
+        Reason,
+        Source,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
+    from .scheduler.handle import Handle
+    from .slot import Slot
+    from .text.options import RequestOptions
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CacheReport": "request",
+    "Chunk": "request",
+    "Completion": "request",
+    "Engine": "engine",
+    "Handle": "scheduler.handle",
+    "Layout": "config",
+    "Memory": "config",
+    "Model": "model",
+    "PyLlamaCacheError": "errors",
+    "Reason": "request",
+    "RequestOptions": "text.options",
+    "Slot": "slot",
+    "Source": "request",
+    "Statistics": "observe.metrics",
+    "Timings": "request",
+    "TokenLogprob": "request",
+    "Usage": "request",
+}
+
+__all__ = [
+    "CacheReport",
+    "Chunk",
+    "Completion",
+    "Engine",
+    "Handle",
+    "Layout",
+    "Memory",
+    "Model",
+    "PyLlamaCacheError",
+    "Reason",
+    "RequestOptions",
+    "Slot",
+    "Source",
+    "Statistics",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+    "__version__",
+    "errors",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module(".errors", __name__)
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,213 @@
+"""The values a request is made of and answers with.
+
+Everything here is frozen and knows neither threads nor native code: a stage reads what an earlier one wrote and
+passes a new value on. `Request` goes in, `Chunk`s and one `Completion` come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, NewType
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Ids = npt.NDArray[np.int32]
+    Logits = npt.NDArray[np.float32]
+
+RequestId = NewType("RequestId", int)
+SlotId = NewType("SlotId", int)
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Source(str, Enum):
+    """Where the reused part of a prompt came from."""
+
+    NONE = "none"
+    """Nothing was reused."""
+    SLOT = "slot"
+    """The slot that ran the request already held it."""
+    SHARED = "shared"
+    """Another slot, idle or busy, held it; its cells are now held by both."""
+
+    __str__ = str.__str__
+
+
+class Reason(str, Enum):
+    """Why not more of the prompt was reused. One enumeration for results, statistics and the command line."""
+
+    HIT = "hit"
+    """Everything that was known of this prompt was reused: it extends, repeats or is a prefix of what was held."""
+    COLD = "cold"
+    """Nothing that is held in this namespace starts like this prompt."""
+    DIVERGED = "diverged"
+    """What is held differs from the prompt at `position`; everything before it was reused."""
+    NOT_REWINDABLE = "not_rewindable"
+    """The prompt leaves what is held at `position`, and this memory's state cannot go back there."""
+    OFF_GRID = "off_grid"
+    """Exact mode: only whole `n_ubatch` chunks of prompt tokens are reused; `position` is the last such boundary."""
+    SLOT_BUSY = "slot_busy"
+    """The longest match is held by a busy slot, and this memory cannot share it. `position` is how far it matched."""
+    OTHER_SLOT = "other_slot"
+    """The longest match is held by another slot than the one asked for, and this memory cannot share it."""
+    NOT_RUN = "not_run"
+    """The request was cancelled before a slot was chosen for it."""
+    DISABLED = "disabled"
+    """`cache_prompt=False`."""
+    LOST = "lost"
+    """A failed native call took the state while the request ran; the prompt was prefilled again."""
+    PREEMPTED = "preempted"
+    """Running requests competed for KV cells; this one gave its own back and was prefilled again."""
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Ranges are checked by `text.validate`, meanings are those of llama.cpp's samplers.
+
+    The chain is: min_tokens, logit_bias, penalties, top_k, top_p, min_p, temperature, draw. A drawn token that the
+    grammar forbids is drawn again with the grammar in front. At `temperature` 0 the largest logit wins, and top_k,
+    top_p, min_p and seed have no effect.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    """Divides the logits of recent tokens, prompt included; 1 is off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = 64
+    """How many recent tokens (prompt and reply) the three penalties look at."""
+    seed: int | None = None
+    """0 to 2**32 - 2; None draws one."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to a number added to its logit; -inf forbids the token."""
+    min_tokens: int = 0
+    """No end-of-generation token is sampled before this many tokens."""
+    grammar: str | None = None
+    """GBNF, root rule `root`."""
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt: what every later stage works on.
+
+    `ids` is a read-only int32 array of shape (n_tokens,). `text` is what the caller sent, if it was text.
+    """
+
+    ids: Ids
+    text: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asked for, validated. `generate` False is `warm`: prefill and keep, sample nothing."""
+
+    request_id: RequestId
+    prompt: Prompt
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    cache_prompt: bool = True
+    slot: SlotId | None = None
+    namespace: str = ""
+    store: bool = True
+    return_logits: bool = False
+    generate: bool = True
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts under OpenAI's names. `cached_tokens` is included in `prompt_tokens`."""
+
+    prompt_tokens: int
+    """Prompt tokens cached or prefilled: the whole prompt, unless the request was cancelled before that, or was a
+    warm-up on memory that cannot be rewound, which stops one token short (exact mode: at the last chunk boundary)."""
+    cached_tokens: int
+    """Prompt tokens whose forward pass was skipped: the position the prefill resumed at, at most prompt - 1."""
+    completion_tokens: int
+    cache_write_tokens: int
+    """Prompt tokens newly stored and reusable; generated tokens never count."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What was reused, from where, and why not more. `resumed_tokens + prefilled_tokens` is `usage.prompt_tokens`."""
+
+    matched_tokens: int
+    """Longest common prefix with anything held in this namespace; may exceed `resumed_tokens`."""
+    resumed_tokens: int
+    prefilled_tokens: int
+    source: Source
+    reason: Reason
+    position: int
+    """The token position the reason speaks of: the first token that was not reused because of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds on the monotonic clock. `ttft_s` counts from submission to the first sampled token; nan without one."""
+
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log of the probability under the model's own distribution, before any sampler."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the most probable tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a reply as it comes. `text` is valid UTF-8 at every chunk and may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one request.
+
+    `token_ids` are all sampled tokens: an end-of-generation token and those of a stop string too. `text` stops before
+    either. `logits` has shape (n_vocab,), float32, the caller's own copy, of the last prompt token.
+    """
+
+    text: str = field(repr=False)
+    token_ids: tuple[int, ...] = field(repr=False)
+    finish_reason: FinishReason
+    usage: Usage
+    cache: CacheReport
+    timings: Timings
+    slot_id: SlotId | None
+    """The slot it ran in; None if it was cancelled before it had one."""
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    logits: Logits | None = field(default=None, repr=False)

@@ -1,0 +1,152 @@
+"""What the scheduler asks of the engine room, and the frozen values it passes.
+
+`native/context.py` implements `Backend` over llama.cpp; `tests/fakes` implements it over lists of (token, position).
+All calls are made on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..config import Memory
+    from ..request import Ids, Logits, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a backend is like; constant over its life."""
+
+    memory: Memory
+    exact: bool
+    """One stream per slot and one sequence per native decode: what else runs then changes no bit."""
+    n_slots: int
+    n_ctx: int
+    """Tokens one request may hold."""
+    kv_tokens: int
+    """KV cells all sequences share; in exact mode `n_ctx` for each slot."""
+    n_batch: int
+    n_ubatch: int
+    n_vocab: int
+    eog_ids: frozenset[int]
+    """Tokens that end a generation."""
+
+
+class Sampler(Protocol):
+    """Opaque to the scheduler: made, passed in `Feed`s and closed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Feed:
+    """Consecutive tokens of one sequence in one native decode: positions [start, start + len(tokens)).
+
+    Not frozen, because one is made per token and slotted construction is on the hot path; nobody changes it.
+    """
+
+    seq_id: int
+    start: int
+    tokens: Sequence[int] | Ids
+    sampler: Sampler | None = None
+    """Sample a token from the logits of the last one; None: no output is computed."""
+    want_logits: bool = False
+
+
+Group = Sequence[Feed]
+"""Feeds that go into one `llama_decode`, in ascending order of sequence id."""
+
+
+class Outcome(Enum):
+    """What became of a step."""
+
+    DONE = "done"
+    NO_CELLS = "no_cells"
+    """The failing group changed nothing: no KV cells for it (`llama_decode` returned 1)."""
+    REFUSED = "refused"
+    """The failing group changed nothing: the batch or a position was refused (-1, or our own check)."""
+    LOST = "lost"
+    """The failing group may have changed any of its sequences (any other code)."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step did. Groups before `n_groups_done` were decoded and sampled completely."""
+
+    outcome: Outcome
+    n_groups_done: int
+    code: int
+    """`llama_decode`'s return value for the group that failed, 0 if none did."""
+    tokens: list[int]
+    """Per feed, over the groups done, in order: the sampled token, or -1 where the feed had no sampler or failed."""
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    """By index into `tokens`."""
+    logits: Mapping[int, Logits] = field(default_factory=dict)
+    """By index into `tokens`; copies."""
+    sampler_errors: Mapping[int, str] = field(default_factory=dict)
+    """By index into `tokens`: sampling failed there; the decode itself was done."""
+    log: str = ""
+
+
+class Backend(Protocol):
+    """One native context. Sequence ids are slot ids: 0 to n_slots - 1."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        """Decode the groups one after the other and sample every feed that has a sampler.
+
+        Before each group, every part of each sequence's memory must end at `start - 1`; otherwise the group is
+        REFUSED without a native decode. Stops at the first group that is not done. Never raises for what a request
+        contains.
+        """
+        ...
+
+    def length(self, seq_id: int) -> int | None:
+        """Tokens the sequence holds, or None when its parts disagree (it can then only be erased). Effects: none."""
+        ...
+
+    def rewind_floor(self, seq_id: int) -> int:
+        """The smallest length > 0 the sequence can be cut to; its own length when it cannot be cut. Effects: none."""
+        ...
+
+    def trim(self, seq_id: int, n_tokens: int) -> bool:
+        """Cut the sequence to [0, n_tokens). False: nothing usable is left, the sequence must be erased."""
+        ...
+
+    def erase(self, seq_id: int) -> None:
+        """Forget the sequence. Never fails."""
+        ...
+
+    def share(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
+        """Make [0, n_tokens) of the donor the content of `seq_id`, which is empty. Memory.FULL only."""
+        ...
+
+    def new_sampler(self, params: SamplingParams, prompt: Ids) -> Sampler:
+        """A sampler chain that has seen the end of `prompt` (for penalties).
+
+        Raises:
+            GrammarError: the grammar does not parse.
+        """
+        ...
+
+    def save_state(self, seq_id: int) -> bytearray:
+        """The sequence's whole state in llama.cpp's own format. Raises NativeError."""
+        ...
+
+    def load_state(self, seq_id: int, state: bytes | bytearray | npt.NDArray[np.uint8], n_tokens: int) -> None:
+        """Replace the sequence by a saved one of `n_tokens` tokens.
+
+        Raises:
+            NativeError: it does not fit; what the sequence held before is there again.
+        """
+        ...
+
+    def close(self) -> None: ...

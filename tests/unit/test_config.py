@@ -1,0 +1,119 @@
+"""Settings checked against each other, sizes in words, layouts compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pyllamacache.config import EngineSettings, Layout, resolve_flash_attention
+from pyllamacache.errors import ConfigError
+
+GOOD: dict[str, Any] = {
+    "n_ctx_train": 2048,
+    "n_ctx": 1024,
+    "n_slots": 4,
+    "kv_tokens": None,
+    "n_batch": 512,
+    "n_ubatch": 128,
+    "n_threads": None,
+    "type_k": "f16",
+    "type_v": "f16",
+    "flash_attention": "auto",
+    "adapters": (),
+    "exact": False,
+    "offload_kqv": True,
+    "rope_scaling": None,
+    "rope_freq_base": 0.0,
+    "rope_freq_scale": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_ctx", 0),
+        ("n_ctx", 4096),
+        ("n_ctx", 12.0),
+        ("n_slots", 0),
+        ("n_slots", 256),
+        ("n_slots", True),
+        ("kv_tokens", 512),
+        ("n_batch", 0),
+        ("n_batch", 3),
+        ("n_ubatch", 0),
+        ("n_threads", 0),
+        ("type_k", "f17"),
+        ("type_v", None),
+        ("flash_attention", "maybe"),
+        ("adapters", "file"),
+        ("adapters", ["no such file"]),
+        ("exact", 1),
+        ("offload_kqv", None),
+        ("rope_scaling", "cubic"),
+        ("rope_freq_base", -1.0),
+        ("rope_freq_base", 1e-300),
+        ("rope_freq_scale", float("nan")),
+        ("rope_freq_scale", 1e300),
+    ],
+)
+def test_a_setting_out_of_range_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineSettings.check(**{**GOOD, field: value})
+    assert caught.value.field == field
+
+
+def test_settings_that_exclude_each_other_are_named() -> None:
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        EngineSettings.check(**{**GOOD, "exact": True, "kv_tokens": 4096})
+    with pytest.raises(ConfigError, match="n_ctx"):
+        EngineSettings.check(**{**GOOD, "n_ctx": 4096, "rope_scaling": "none"})
+    with pytest.raises(ConfigError, match="type_v"):
+        EngineSettings.check(**{**GOOD, "flash_attention": "off", "type_v": "q8_0"})
+
+
+def test_defaults_follow_the_model_and_batches_are_whole_chunks() -> None:
+    settings = EngineSettings.check(**{**GOOD, "n_ctx": None, "n_batch": 500})
+    assert (settings.n_ctx, settings.kv_tokens, settings.n_batch, settings.n_ubatch) == (2048, 2048, 384, 128)
+    assert EngineSettings.check(**{**GOOD, "n_ctx": None, "n_ctx_train": 10**6}).n_ctx == 32768
+    assert EngineSettings.check(**{**GOOD, "n_ctx": 4096, "rope_scaling": "yarn"}).n_ctx == 4096
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "off"),
+        ({"choice": "on"}, "on"),
+        ({"on_cpu": False}, "auto"),
+        ({"type_v": "q8_0"}, "auto"),
+        ({"kv_tokens": 10**6}, "auto"),
+    ],
+)
+def test_auto_flash_attention_is_off_on_the_cpu_where_it_can_be(changed: dict[str, Any], expected: str) -> None:
+    facts: dict[str, Any] = {"on_cpu": True, "type_v": "f16", "n_head": 9, "n_ubatch": 512, "kv_tokens": 8192}
+    facts.update(changed)
+    choice = facts.pop("choice", "auto")
+    assert resolve_flash_attention(choice, **facts) == expected
+
+
+def test_layouts_name_every_field_in_which_they_differ() -> None:
+    layout = Layout(
+        memory="full",
+        exact=False,
+        type_k="f16",
+        type_v="f16",
+        v_transposed=True,
+        n_ubatch=0,
+        rope="",
+        rotation=False,
+        adapters="",
+        backend="CPU",
+        n_threads=0,
+        cpu="",
+        source="",
+        state_format=1,
+    )
+    other = {**layout.to_dict(), "type_k": "q8_0"}
+    del other["backend"]
+    assert layout.differences(layout.to_dict()) == []
+    assert layout.differences(other) == [("type_k", "f16", "q8_0"), ("backend", "CPU", None)]
