@@ -1,0 +1,169 @@
+"""What a caller may say about a request: one list of options for every way to send one, and the way to a `Request`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ..errors import InvalidRequestError, RequestTooLongError, UnknownOptionError
+from ..request import Prompt, Request, RequestId, SamplingParams
+from .validate import (
+    check_flag,
+    check_ids,
+    check_max_tokens,
+    check_namespace,
+    check_sampling,
+    check_slot,
+    check_stop,
+    check_text,
+    check_timeout,
+)
+
+if TYPE_CHECKING:
+    from ..request import Ids
+
+    PromptInput = str | Sequence[int] | Ids
+    """Text, or token ids."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """The keyword arguments of `complete`, `stream`, `submit`, `acomplete`, `astream` and, where they apply, `warm`."""
+
+    max_tokens: int
+    """Tokens to generate at most; default 64. 0 prefills, and returns logits if asked to."""
+    stop: str | Sequence[str]
+    """The reply ends before the first of these strings; they may span tokens."""
+    timeout_s: float | None
+    """Seconds from submission after which the request fails with RequestTimeoutError."""
+
+    cache_prompt: bool
+    """Reuse what is held; default True."""
+    store: bool
+    """Leave the result in the slot for later requests; default True."""
+    slot: int | None
+    """Run in this slot, waiting for it if it is busy; default: the one that serves best."""
+    namespace: str
+    """Nothing is shared between namespaces; default ""."""
+
+    add_special: bool
+    """Text prompts: add what the model wants at the start (BOS); default True."""
+    parse_special: bool
+    """Text prompts: read control tokens that the text spells; default False. Never for text of strangers."""
+
+    temperature: float
+    """0, the default, takes the most probable token."""
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_last_n: int
+    """How many recent tokens, prompt included, the penalties look at; default 64."""
+    seed: int | None
+    """0 to 2**32 - 2; None, the default, draws one."""
+    logit_bias: Mapping[int, float]
+    """Added to logits by token id; -inf forbids a token."""
+    min_tokens: int
+    """No end-of-generation token before this many."""
+    grammar: str | None
+    """GBNF; its rule `root` is what the reply must be."""
+
+    logprobs: bool | None
+    """Return the log-probability of each sampled token under the model's own distribution."""
+    top_logprobs: int
+    """And those of this many most probable tokens, 0 to 20."""
+    return_logits: bool
+    """Return the logits of the last prompt token."""
+
+
+_SAMPLING = frozenset(item.name for item in fields(SamplingParams))
+_WARM = frozenset(
+    {
+        "timeout_s",
+        "cache_prompt",
+        "store",
+        "slot",
+        "namespace",
+        "add_special",
+        "parse_special",
+    }
+)
+
+DEFAULT_MAX_TOKENS = 64
+
+
+def build_request(
+    prompt: PromptInput,
+    options: RequestOptions,
+    *,
+    request_id: RequestId,
+    tokenize: Callable[[str, bool, bool], Ids],
+    has_vocab: bool,
+    n_vocab: int,
+    n_slots: int,
+    n_ctx: int,
+    generate: bool = True,
+) -> Request:
+    """Check everything a caller said, tokenize, and freeze it. Runs on the caller's thread.
+
+    Raises:
+        InvalidRequestError, UnknownOptionError: an argument.
+        RequestTooLongError: prompt and reply can never fit into `n_ctx`.
+        ModelUnsupportedError: text for a model without vocabulary.
+    """
+    _check_names(options, generate)
+    given: dict[str, Any] = dict(options)
+    max_tokens = check_max_tokens(given.get("max_tokens", DEFAULT_MAX_TOKENS)) if generate else 0
+    sampling = check_sampling(
+        n_vocab=n_vocab,
+        max_tokens=max_tokens,
+        **{name: given[name] for name in _SAMPLING & given.keys()},
+    )
+    stop = check_stop(given.get("stop"))
+    if not has_vocab and (stop or sampling.grammar is not None):
+        raise InvalidRequestError(
+            "stop" if stop else "grammar",
+            "the model has no vocabulary, so its replies have no text",
+        )
+    request = Request(
+        request_id=request_id,
+        prompt=_tokenized(prompt, given, tokenize, n_vocab),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=stop,
+        cache_prompt=check_flag(given.get("cache_prompt", True), field="cache_prompt"),
+        slot=check_slot(given.get("slot"), n_slots),
+        namespace=check_namespace(given.get("namespace", "")),
+        store=check_flag(given.get("store", True), field="store"),
+        return_logits=check_flag(given.get("return_logits", False), field="return_logits"),
+        generate=generate,
+        timeout_s=check_timeout(given.get("timeout_s")),
+    )
+    if len(request.prompt) + max_tokens > n_ctx:
+        raise RequestTooLongError(len(request.prompt), max_tokens, n_ctx, "n_ctx")
+    return request
+
+
+def _check_names(options: Mapping[str, object], generate: bool) -> None:
+    known = RequestOptions.__annotations__.keys() if generate else _WARM
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UnknownOptionError(name, close[0] if close else None)
+
+
+def _tokenized(
+    prompt: PromptInput,
+    given: Mapping[str, object],
+    tokenize: Callable[[str, bool, bool], Ids],
+    n_vocab: int,
+) -> Prompt:
+    add_special = check_flag(given.get("add_special", True), field="add_special")
+    parse_special = check_flag(given.get("parse_special", False), field="parse_special")
+    if isinstance(prompt, str):
+        text = check_text(prompt)
+        return Prompt(check_ids(tokenize(text, add_special, parse_special), n_vocab), text)
+    return Prompt(check_ids(prompt, n_vocab))
