@@ -1,0 +1,4 @@
+"""What is kept on disk: slot files, and what a model's files are before native code opens them.
+
+Knows bytes, sizes and digests. Never what a token means, never native.
+"""
