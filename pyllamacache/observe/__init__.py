@@ -1,0 +1,1 @@
+"""Views for people: fed frozen values, cannot change what the engine does."""

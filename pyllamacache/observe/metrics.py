@@ -1,0 +1,125 @@
+"""Counters of an engine. The scheduler thread writes, any thread takes a frozen `Statistics`. No prompt text."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..request import Completion, Reason, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What an engine has done since it was made, and what it is doing. Token and request counts grow monotonically."""
+
+    n_requests: int
+    """Finished, by result; failed and cancelled ones are counted apart."""
+    n_cancelled: int
+    n_failed: int
+    n_queued: int
+    n_running: int
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    completion_tokens: int
+    requests_by_source: Mapping[Source, int]
+    requests_by_reason: Mapping[Reason, int]
+    cached_tokens_by_source: Mapping[Source, int]
+    n_evicted_tokens: int
+    """Tokens of idle slots given up for want of KV cells."""
+    n_preempted: int
+    """Running requests that gave their cells back and were prefilled again."""
+    n_lost_steps: int
+    """Native calls whose sequences were lost."""
+    n_steps: int
+    native_s: float
+    """Seconds inside native steps."""
+    scheduler_s: float
+    """Seconds of the scheduler's own work around them, waiting for work excluded."""
+    kv_tokens: int
+    """KV cells there are; 0 for memory without cells."""
+    kv_tokens_used: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached prompt tokens over all prompt tokens; 0 before the first."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Metrics:
+    """The mutable side. One writer."""
+
+    def __init__(self, kv_tokens: int) -> None:
+        self._lock = threading.Lock()
+        self._kv_tokens = kv_tokens
+        self._counts: Counter[str] = Counter()
+        self._by_source: Counter[Source] = Counter()
+        self._by_reason: Counter[Reason] = Counter()
+        self._cached_by_source: Counter[Source] = Counter()
+        self._native_s = 0.0
+        self._scheduler_s = 0.0
+        self._n_queued = 0
+        self._n_running = 0
+        self._kv_tokens_used = 0
+
+    def step(self, native_s: float, scheduler_s: float, kv_tokens_used: int) -> None:
+        with self._lock:
+            self._counts["steps"] += 1
+            self._native_s += native_s
+            self._scheduler_s += scheduler_s
+            self._kv_tokens_used = kv_tokens_used
+
+    def load(self, n_queued: int, n_running: int, kv_tokens_used: int) -> None:
+        with self._lock:
+            self._n_queued, self._n_running, self._kv_tokens_used = (
+                n_queued,
+                n_running,
+                kv_tokens_used,
+            )
+
+    def count(self, name: str, n: int = 1) -> None:
+        """`name` is one of failed, cancelled, evicted_tokens, preempted, lost_steps."""
+        with self._lock:
+            self._counts[name] += n
+
+    def finished(self, completion: Completion) -> None:
+        cache, usage = completion.cache, completion.usage
+        with self._lock:
+            self._counts["cancelled" if completion.finish_reason == "cancelled" else "requests"] += 1
+            self._counts["prompt_tokens"] += usage.prompt_tokens
+            self._counts["cached_tokens"] += usage.cached_tokens
+            self._counts["prefilled_tokens"] += cache.prefilled_tokens
+            self._counts["completion_tokens"] += usage.completion_tokens
+            self._by_source[cache.source] += 1
+            self._by_reason[cache.reason] += 1
+            self._cached_by_source[cache.source] += usage.cached_tokens
+
+    def snapshot(self) -> Statistics:
+        with self._lock:
+            counts = self._counts
+            return Statistics(
+                n_requests=counts["requests"],
+                n_cancelled=counts["cancelled"],
+                n_failed=counts["failed"],
+                n_queued=self._n_queued,
+                n_running=self._n_running,
+                prompt_tokens=counts["prompt_tokens"],
+                cached_tokens=counts["cached_tokens"],
+                prefilled_tokens=counts["prefilled_tokens"],
+                completion_tokens=counts["completion_tokens"],
+                requests_by_source=dict(self._by_source),
+                requests_by_reason=dict(self._by_reason),
+                cached_tokens_by_source=dict(self._cached_by_source),
+                n_evicted_tokens=counts["evicted_tokens"],
+                n_preempted=counts["preempted"],
+                n_lost_steps=counts["lost_steps"],
+                n_steps=counts["steps"],
+                native_s=self._native_s,
+                scheduler_s=self._scheduler_s,
+                kv_tokens=self._kv_tokens,
+                kv_tokens_used=self._kv_tokens_used,
+            )

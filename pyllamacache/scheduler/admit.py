@@ -1,0 +1,177 @@
+"""From the queue to a slot: match, plan, reserve, restore.
+
+A request is admitted when a slot is free and the cells it may need (prompt + max_tokens) can be had beside what the
+running ones may still need. First come, first served; one that waits for a slot it asked for is stepped over.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..errors import GrammarError, NativeError, RequestTimeoutError
+from ..prefix.plan import Plan, Wait, plan
+from ..request import CacheReport, Chunk, Completion, Reason, Source, Timings, Usage
+from ..text.decode import TextStream
+from .jobs import Job
+from .slots import TokenBuffer
+
+if TYPE_CHECKING:
+    from ..request import Request
+    from .inbox import Submission
+    from .state import SchedulerState
+
+
+def expire(state: SchedulerState) -> None:
+    """End queued requests that were cancelled or whose time is up."""
+    now = state.clock()
+    kept = []
+    for submission in state.queue:
+        request, outbox = submission.request, submission.outbox
+        if outbox.is_cancelled:
+            state.metrics.count("cancelled")
+            outbox.push(Chunk("", finish_reason="cancelled"))
+            outbox.finish(_cancelled_in_queue(submission, now))
+        elif request.timeout_s is not None and now - submission.submitted_s >= request.timeout_s:
+            state.metrics.count("failed")
+            outbox.fail(RequestTimeoutError(request.timeout_s, 0, 0))
+        else:
+            kept.append(submission)
+    if len(kept) < len(state.queue):
+        state.n_changes += 1
+    state.queue.clear()
+    state.queue.extend(kept)
+
+
+def _cancelled_in_queue(submission: Submission, now: float) -> Completion:
+    """A request that never ran: nothing was cached, prefilled or written."""
+    waited_s = now - submission.submitted_s
+    return Completion(
+        text="",
+        token_ids=(),
+        finish_reason="cancelled",
+        usage=Usage(0, 0, 0, 0),
+        cache=CacheReport(0, 0, 0, Source.NONE, Reason.NOT_RUN, 0),
+        timings=Timings(waited_s, 0.0, 0.0, math.nan, 0.0),
+        slot_id=None,
+    )
+
+
+def admit(state: SchedulerState) -> None:
+    """Start every queued request that can start now."""
+    if not state.queue:
+        return
+    if any(each.outbox.is_cancelled or each.request.timeout_s is not None for each in state.queue):
+        expire(state)
+    if state.refused_at == (state.n_changes, len(state.queue)):
+        return
+    waiting: list[Submission] = []
+    try:
+        while state.queue:
+            submission = state.queue[0]
+            chosen = _choose(state, submission.request)
+            if isinstance(chosen, Plan):
+                if not _fits(state, submission.request, chosen):
+                    break
+                _start(state, submission, chosen)
+                state.queue.popleft()  # not before: whatever goes wrong, the request is where its end is told
+            elif chosen.slot_id is not None:
+                waiting.append(state.queue.popleft())
+            else:
+                break
+    finally:
+        state.queue.extendleft(reversed(waiting))
+    state.refused_at = (state.n_changes, len(state.queue))
+
+
+def _choose(state: SchedulerState, request: Request) -> Plan | Wait:
+    return plan(
+        request.prompt.ids,
+        state.views(),
+        rules=state.rules,
+        namespace=request.namespace,
+        slot_id=request.slot,
+        cache_prompt=request.cache_prompt,
+        store=request.store,
+    )
+
+
+def _fits(state: SchedulerState, request: Request, chosen: Plan) -> bool:
+    """Whether the running requests and this one could all reach their full length at once."""
+    if not state.counts_cells or not state.running:
+        return True
+    ledger = state.ledger.copy()
+    if chosen.source is Source.SLOT:
+        ledger.trim(chosen.slot_id, chosen.resume_tokens)
+    else:
+        ledger.erase(chosen.slot_id)
+        if chosen.donor_id is not None:
+            ledger.share(chosen.donor_id, chosen.slot_id, chosen.resume_tokens)
+    lengths = {job.slot.slot_id: job.total_tokens for job in state.running}
+    lengths[chosen.slot_id] = len(request.prompt) + request.max_tokens
+    return ledger.used_if(lengths) <= state.traits.kv_tokens
+
+
+def prefill_target(state: SchedulerState, request: Request) -> int:
+    """Prompt tokens to compute. A warm-up leaves a state that the same prompt, or a longer one, can resume from."""
+    n = len(request.prompt)
+    if request.generate or state.memory.is_shareable:
+        return n
+    if state.traits.exact:
+        return n // state.traits.n_ubatch * state.traits.n_ubatch
+    return n - 1
+
+
+def _start(state: SchedulerState, submission: Submission, chosen: Plan) -> None:
+    request, outbox = submission.request, submission.outbox
+    sampler = None
+    if request.generate and request.max_tokens > 0:
+        try:
+            sampler = state.backend.new_sampler(request.sampling, request.prompt.ids)
+        except (GrammarError, NativeError) as error:
+            state.metrics.count("failed")
+            outbox.fail(error)
+            return
+    slot = state.slots[chosen.slot_id]
+    state.n_admitted += 1
+    job = Job(
+        request=request,
+        outbox=outbox,
+        slot=slot,
+        plan=chosen,
+        tokens=TokenBuffer(request.prompt.ids, spare=min(request.max_tokens, 4096) + 1),
+        text=TextStream(request.stop),
+        sampler=sampler,
+        submitted_s=submission.submitted_s,
+        admitted_s=state.clock(),
+        order=state.n_admitted,
+        deadline_s=None if request.timeout_s is None else submission.submitted_s + request.timeout_s,
+        prefill_target=prefill_target(state, request),
+    )
+    slot.job = job
+    state.touch(slot)
+    state.running.append(job)
+    _restore(state, job)
+    slot.namespace = request.namespace
+    job.prefill_started_s = state.clock()
+
+
+def _restore(state: SchedulerState, job: Job) -> None:
+    """Bring the slot to the planned resume position. A native refusal costs the reuse, not the request."""
+    chosen, slot = job.plan, job.slot
+    job.source, job.reason, job.position = chosen.source, chosen.reason, chosen.position
+    started_s = state.clock()
+    try:
+        if chosen.source is Source.SHARED and chosen.donor_id is not None:
+            state.share(state.slots[chosen.donor_id], slot, chosen.resume_tokens)
+        elif chosen.source is Source.SLOT:
+            if chosen.resume_tokens < len(slot) and not state.trim(slot, chosen.resume_tokens):
+                job.source, job.reason = Source.NONE, Reason.NOT_REWINDABLE
+        elif len(slot):
+            state.erase(slot)
+    except NativeError:
+        state.erase(slot)
+        job.source, job.reason, job.position = Source.NONE, Reason.LOST, 0
+    job.resumed_tokens = len(slot)
+    job.restored_s = state.clock() - started_s
+    job.outbox.prefilled_tokens = len(slot)

@@ -1,0 +1,174 @@
+"""The scheduler's books: slots, cells, queue and running jobs, and the changes that keep them equal to the backend.
+
+Every change to a sequence goes through `trim`, `erase`, `share` or `grown` here, so that backend, ledger and token
+buffers cannot drift apart. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import InternalError, NativeError
+from ..prefix.cells import CellLedger
+from ..prefix.evict import Cut, Victim
+from ..prefix.plan import Rules, SlotView
+from ..request import SlotId
+from .slots import SlotInfo, SlotState
+
+if TYPE_CHECKING:
+    from ..config import Memory
+    from ..observe.metrics import Metrics
+    from .backend import Backend, Traits
+    from .inbox import Submission
+    from .jobs import Job
+
+
+class SchedulerState:
+    """What the loop and its stages share. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        piece: Callable[[int], bytes],
+    ) -> None:
+        self.backend = backend
+        self.traits: Traits = backend.traits
+        self.memory: Memory = self.traits.memory
+        self.metrics = metrics
+        self.clock = clock
+        self.piece = piece
+        self.rules = Rules(
+            can_share=self.memory.is_shareable and self.traits.n_slots > 1,
+            grid=self.traits.n_ubatch if self.traits.exact else 1,
+        )
+        self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
+        self.counts_cells = self.memory.has_cells and not self.traits.exact
+        self.ledger = CellLedger()
+        self.queue: deque[Submission] = deque()
+        self.running: list[Job] = []
+        self.n_steps = 0
+        self.n_admitted = 0
+        self.n_changes = 0
+        """Grows when a slot is taken, left, cut or filled: what a plan depends on besides the queue."""
+        self.refused_at = (-1, 0)
+        """`n_changes` and queue length when the queue's head last had to wait; planning again would say the same."""
+
+    # -- views --
+
+    def rewind_floor(self, slot: SlotState) -> int:
+        """Backend.rewind_floor; asked only where its answer depends on more than the length."""
+        if not len(slot):
+            return 0
+        if self.memory.is_shareable:
+            return 1
+        if self.memory.splits_steps:
+            return len(slot)
+        return self.backend.rewind_floor(slot.slot_id)
+
+    def views(self) -> list[SlotView]:
+        return [
+            SlotView(
+                slot.slot_id,
+                slot.is_busy,
+                slot.tokens.ids,
+                slot.namespace,
+                len(slot) if slot.is_busy else self.rewind_floor(slot),
+                slot.exact_tokens if self.traits.exact else len(slot),
+                slot.last_used,
+            )
+            for slot in self.slots
+        ]
+
+    def victims(self) -> list[Victim]:
+        """Idle slots that hold something."""
+        return [
+            Victim(slot.slot_id, self.rewind_floor(slot), slot.last_used)
+            for slot in self.slots
+            if len(slot) and not slot.is_busy
+        ]
+
+    @property
+    def free_cells(self) -> int:
+        return self.traits.kv_tokens - self.ledger.used()
+
+    @property
+    def used_cells(self) -> int:
+        """KV cells in use, for the statistics."""
+        if self.counts_cells or not self.memory.has_cells:
+            return self.ledger.used()
+        return sum(map(len, self.slots))
+
+    def slot_info(self, slot_id: SlotId) -> SlotInfo:
+        slot = self.slots[slot_id]
+        namespace = slot.namespace if len(slot) or slot.is_busy else ""
+        return SlotInfo(slot_id, slot.is_busy, namespace, slot.tokens.ids.copy())
+
+    # -- changes --
+
+    def touch(self, slot: SlotState) -> None:
+        """The slot is taken or left now."""
+        self.n_changes += 1
+        slot.last_used = 1 + max(each.last_used for each in self.slots)
+
+    def erase(self, slot: SlotState) -> None:
+        self.n_changes += 1
+        self.backend.erase(slot.slot_id)
+        self.ledger.erase(slot.slot_id)
+        slot.truncate(0)
+
+    def trim(self, slot: SlotState, n_tokens: int) -> bool:
+        """Cut to [0, n_tokens). False: the memory could not, and the slot was erased."""
+        if n_tokens == 0:
+            self.erase(slot)
+            return True
+        self.n_changes += 1
+        if not self._cut(slot, n_tokens):
+            self.erase(slot)
+            return False
+        if self.counts_cells:
+            self.ledger.trim(slot.slot_id, n_tokens)
+        slot.truncate(n_tokens)
+        return True
+
+    def _cut(self, slot: SlotState, n_tokens: int) -> bool:
+        try:
+            return self.backend.trim(slot.slot_id, n_tokens)
+        except NativeError:
+            return False  # what is left is unknown, so it costs this slot its content and nobody else anything
+
+    def share(self, donor: SlotState, slot: SlotState, n_tokens: int) -> None:
+        """Make the donor's [0, n_tokens) the content of `slot`, whatever it held."""
+        self.erase(slot)
+        self.backend.share(donor.slot_id, slot.slot_id, n_tokens)
+        if self.counts_cells:
+            self.ledger.share(donor.slot_id, slot.slot_id, n_tokens)
+        slot.tokens.extend(donor.tokens.slice(0, n_tokens))
+        slot.exact_tokens = min(donor.exact_tokens, n_tokens)
+
+    def grown(self, slot: SlotState) -> None:
+        """Its `tokens` have just been extended by what a native call decoded."""
+        if self.counts_cells:
+            self.ledger.grow(slot.slot_id, len(slot))
+
+    def resynchronize(self, slot: SlotState, n_before: int) -> None:
+        """After a lost native call: back to `n_before` tokens where that can be proven, else empty."""
+        if not (
+            self.memory.is_shareable
+            and n_before
+            and self._cut(slot, n_before)
+            and self.backend.length(slot.slot_id) == n_before
+        ):
+            self.erase(slot)
+
+    def apply_cuts(self, cuts: tuple[Cut, ...]) -> None:
+        for cut in cuts:
+            slot = self.slots[cut.slot_id]
+            if slot.is_busy:
+                raise InternalError(f"cut of busy slot {cut.slot_id}")
+            n_before = len(slot)
+            self.trim(slot, cut.n_tokens)
+            self.metrics.count("evicted_tokens", n_before - len(slot))

@@ -1,0 +1,277 @@
+"""The scheduler's stages over a fake backend, without a thread; the books are held to the memory after every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamacache.observe.metrics import Metrics, Statistics
+from pyllamacache.prefix.match import common_prefix_len
+from pyllamacache.request import Chunk, Completion, Prompt, Request, RequestId, SamplingParams, SlotId
+from pyllamacache.scheduler.admit import admit
+from pyllamacache.scheduler.backend import Traits
+from pyllamacache.scheduler.inbox import Outbox, Submission
+from pyllamacache.scheduler.publish import end_overdue
+from pyllamacache.scheduler.slot_files import idle_slot, put_state
+from pyllamacache.scheduler.slots import SlotState
+from pyllamacache.scheduler.state import SchedulerState
+from pyllamacache.scheduler.step import run_step
+
+from .backend import FakeBackend, make_traits
+from .clock import FakeClock
+from .oracle import GREEDY, cold_logits, cold_run
+from .vocabulary import ByteVocab
+
+if TYPE_CHECKING:
+    from pyllamacache.request import Ids
+    from pyllamacache.scheduler.jobs import Job
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way, as the test sees it."""
+
+    request: Request
+    outbox: Outbox
+
+    @property
+    def ids(self) -> list[int]:
+        return [int(token) for token in self.request.prompt.ids]
+
+    @property
+    def is_done(self) -> bool:
+        return self.outbox.is_done
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.outbox._error
+
+    @property
+    def completion(self) -> Completion:
+        return self.outbox.result(0)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those that came since the last call."""
+        return list(iter(self.outbox.poll, None))
+
+    def cancel(self) -> None:
+        self.outbox.cancel()
+
+
+_request_ids = count(1)
+
+
+def make_request(ids: Sequence[int], *, sampling: SamplingParams | None = None, **options: Any) -> Request:
+    """A request as `text.options` would build it; unknown names of options are those of SamplingParams."""
+    fields = Request.__dataclass_fields__
+    params = {name: options.pop(name) for name in list(options) if name not in fields}
+    array = np.array(ids, dtype=np.int32)
+    array.flags.writeable = False
+    slot = options.pop("slot", None)
+    options.setdefault("max_tokens", 4 if options.get("generate", True) else 0)
+    return Request(
+        RequestId(next(_request_ids)),
+        Prompt(array),
+        sampling=sampling or SamplingParams(**params),
+        slot=None if slot is None else SlotId(slot),
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a slot file holds."""
+
+    ids: Ids
+    state: bytes
+    exact_tokens: int
+    namespace: str
+
+
+class Driver:
+    """One engine without a thread. `turn` is one round of the loop."""
+
+    def __init__(self, backend: FakeBackend | Traits | None = None, *, n_swa: int = 6) -> None:
+        self.backend = (
+            backend if isinstance(backend, FakeBackend) else FakeBackend(backend or make_traits(), n_swa=n_swa)
+        )
+        self.traits = self.backend.traits
+        self.clock = FakeClock()
+        self.metrics = Metrics(self.traits.kv_tokens)
+        self.state = SchedulerState(self.backend, self.metrics, self.clock, ByteVocab().piece)
+        self.tickets: list[Ticket] = []
+        self._namespaces = {slot.slot_id: "" for slot in self.state.slots}
+        """Where each slot's content comes from, kept apart from the scheduler's own record."""
+        self._ran_in: dict[RequestId, SlotId] = {}
+
+    # -- doing --
+
+    def submit(self, ids: Sequence[int], **options: Any) -> Ticket:
+        request = make_request(ids, **options)
+        assert len(request.prompt) + request.max_tokens <= self.traits.n_ctx
+        ticket = Ticket(request, Outbox(keeps_chunks=True))
+        self.tickets.append(ticket)
+        self.state.queue.append(Submission(request, ticket.outbox, self.clock()))
+        return ticket
+
+    def turn(self) -> None:
+        """One round of the loop. Raises AssertionError where it did nothing, or where the books are wrong after it."""
+        n_calls, n_ended = len(self.backend.calls), self.n_ended
+        end_overdue(self.state)
+        self._admit()
+        assert self.state.running or not self.state.queue, "requests wait although nothing runs"
+        if self.state.running:
+            running = list(self.state.running)
+            run_step(self.state)
+            self._check_left_behind([job for job in running if job not in self.state.running])
+            did_something = len(self.backend.calls) > n_calls or self.n_ended > n_ended
+            assert did_something, f"a busy loop with {len(running)} running requests"
+        self.check()
+
+    def _admit(self) -> None:
+        """`admit`, and nothing crosses from one namespace into another."""
+        held = {slot.slot_id: slot.tokens.ids.copy() for slot in self.state.slots}
+        homes = dict(self._namespaces)
+        before = list(self.state.running)
+        admit(self.state)
+        for job in self.state.running:
+            if job in before:
+                continue
+            request, plan = job.request, job.plan
+            if job.resumed_tokens:
+                holder = job.slot.slot_id if plan.donor_id is None else plan.donor_id
+                assert self._namespaces[holder] == request.namespace, "content of another namespace was reused"
+                assert request.cache_prompt
+            known = [held[slot_id] for slot_id in held if homes[slot_id] == request.namespace]
+            assert plan.matched_tokens <= max((common_prefix_len(request.prompt.ids, ids) for ids in known), default=0)
+            assert request.slot in (None, job.slot.slot_id)
+            self._namespaces[job.slot.slot_id] = request.namespace
+            self._ran_in[request.request_id] = job.slot.slot_id
+
+    @staticmethod
+    def _check_left_behind(ended: Sequence[Job]) -> None:
+        """`store=False` leaves nothing that was not there before."""
+        for job in ended:
+            kept = job.resumed_tokens if job.source == "slot" else 0
+            assert job.request.store or len(job.slot) <= kept, "store=False left something behind"
+
+    def erase(self, slot_id: int) -> None:
+        self.state.erase(idle_slot(self.state, SlotId(slot_id), "erase"))
+        self.check()
+
+    def save(self, slot_id: int) -> Saved:
+        slot = idle_slot(self.state, SlotId(slot_id), "save")
+        state = self.backend.save_state(slot_id) if len(slot) else bytearray()
+        return Saved(slot.tokens.ids.copy(), bytes(state), slot.exact_tokens, self._namespaces[slot.slot_id])
+
+    def restore(self, slot_id: int, saved: Saved) -> None:
+        put_state(
+            self.state,
+            SlotId(slot_id),
+            ids=saved.ids,
+            data=saved.state,
+            exact_tokens=saved.exact_tokens,
+            namespace=saved.namespace,
+        )
+        self._namespaces[SlotId(slot_id)] = saved.namespace
+        self.check()
+
+    def run(self, max_turns: int = 1000) -> None:
+        """Until everything has ended."""
+        for _ in range(max_turns):
+            if not self.state.running and not self.state.queue:
+                return
+            self.turn()
+        raise AssertionError(f"not done after {max_turns} turns")
+
+    def run_until(self, ticket: Ticket, n_tokens: int) -> None:
+        """Until the request has `n_tokens` of its reply."""
+        for _ in range(1000):
+            if any(job.outbox is ticket.outbox and len(job.generated) >= n_tokens for job in self.state.running):
+                return
+            assert not ticket.is_done, "it ended before"
+            self.turn()
+        raise AssertionError("it never got there")
+
+    def complete(self, ids: Sequence[int], **options: Any) -> Completion:
+        ticket = self.submit(ids, **options)
+        self.run()
+        return ticket.completion
+
+    def warm(self, ids: Sequence[int], **options: Any) -> Completion:
+        return self.complete(ids, generate=False, **options)
+
+    # -- looking --
+
+    @property
+    def n_ended(self) -> int:
+        return sum(ticket.is_done for ticket in self.tickets)
+
+    def slot(self, slot_id: int) -> SlotState:
+        return self.state.slots[slot_id]
+
+    def ran_in(self, ticket: Ticket) -> SlotId | None:
+        """The slot it was admitted to, if it was."""
+        return self._ran_in.get(ticket.request.request_id)
+
+    def held(self, slot_id: int) -> list[int]:
+        return [int(token) for token in self.slot(slot_id).tokens.ids]
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.metrics.snapshot()
+
+    def cold(self, ids: Sequence[int] | Ids, n_tokens: int, sampling: SamplingParams = GREEDY) -> tuple[int, ...]:
+        return cold_run(self.traits, list(map(int, ids)), n_tokens, sampling, n_swa=self.backend.sequences.n_swa)
+
+    # -- holding to the law --
+
+    def check(self) -> None:
+        """Slots, ledger and memory agree."""
+        state, backend = self.state, self.backend
+        for slot in state.slots:
+            assert backend.length(slot.slot_id) == len(slot), f"slot {slot.slot_id} and its memory differ in length"
+            assert backend.content(slot.slot_id) in (None, self.held(slot.slot_id)), f"slot {slot.slot_id} holds other"
+            assert 0 <= slot.exact_tokens <= len(slot)
+            assert slot.is_busy == any(job.slot is slot for job in state.running)
+        if state.counts_cells:
+            assert state.ledger.used() == backend.n_used_cells()
+            assert state.ledger.used() <= self.traits.kv_tokens
+        assert backend.n_open_samplers() == sum(job.sampler is not None for job in state.running)
+
+    def check_answer(self, ticket: Ticket) -> None:
+        """The promises to one request that has ended without an error."""
+        request, result = ticket.request, ticket.completion
+        usage, cache = result.usage, result.cache
+        was_cut_short = result.finish_reason == "cancelled"
+        assert usage.cached_tokens == cache.resumed_tokens
+        assert cache.resumed_tokens + cache.prefilled_tokens == usage.prompt_tokens
+        assert cache.prefilled_tokens >= 0
+        if not was_cut_short and request.generate:
+            assert usage.prompt_tokens == len(request.prompt)
+        assert cache.resumed_tokens <= len(request.prompt) - 1
+        assert usage.cache_write_tokens <= cache.prefilled_tokens
+        assert usage.completion_tokens == len(result.token_ids)
+        assert (cache.resumed_tokens > 0) == (cache.source != "none")
+        n_tokens = len(result.token_ids) if was_cut_short or request.stop else request.max_tokens
+        expected = self.cold(request.prompt.ids, n_tokens, request.sampling)
+        assert result.token_ids == expected, f"{result.token_ids}, but a cold run gives {expected}"
+        assert not any(stop in result.text for stop in request.stop)
+        assert result.logprobs is None or tuple(each.token_id for each in result.logprobs) == result.token_ids
+        if result.logits is not None:
+            logits = cold_logits(self.traits, ticket.ids, n_swa=self.backend.sequences.n_swa)
+            assert np.array_equal(result.logits, logits), "other logits than those of a cold run"
+
+    def check_answers(self, *, may_fail: bool = False) -> None:
+        """Every request so far has ended, and every one with an answer has the right one."""
+        for ticket in self.tickets:
+            assert ticket.is_done
+            if ticket.error is None:
+                self.check_answer(ticket)
+            else:
+                assert may_fail, ticket.error

@@ -1,0 +1,295 @@
+"""The law over random conversations: what is answered with reuse is what the same ids give on a fresh backend.
+
+A rule machine drives the scheduler's stages over the fake backend: all memory kinds, exact and default, tiny budgets,
+every kind of prompt, cancels, timeouts, failing calls, slot files. `Driver` checks the books after every turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pyllamacache.config import Memory
+from pyllamacache.errors import (
+    CapacityError,
+    CellsExhaustedError,
+    GrammarError,
+    NativeError,
+    RequestTimeoutError,
+    SlotBusyError,
+)
+from pyllamacache.prefix.match import common_prefix_len
+from pyllamacache.scheduler.backend import Traits
+from tests.fakes import EOG, Culprit, Driver, FakeBackend, GroupFault, Sequences, Ticket, every_fault, make_traits
+from tests.fakes.driver import Saved
+from tests.fakes.planted import LateState, ShortShare, StaleTail
+
+if TYPE_CHECKING:
+    from pyllamacache.request import Ids
+
+N_CTX = 40
+NAMESPACES = ("", "", "", "other")
+TRUNKS = (list(range(1, 25)), [1, 2, 3, 4, *[9] * 14], [5])
+EOGS = frozenset({EOG, *range(0, 250, 25)})
+"""One reply token in 23."""
+small_ids = st.lists(st.integers(1, 3), min_size=1, max_size=9)
+indexes = st.integers(0, 9)
+
+
+@st.composite
+def traits_of(draw: st.DrawFn, memories: Sequence[Memory]) -> Traits:
+    n_ubatch = draw(st.sampled_from([1, 2, 4]))
+    n_slots = draw(st.sampled_from([1, 2, 4]))
+    n_batch = max(n_ubatch * draw(st.sampled_from([1, 2, 4])), -(-n_slots // n_ubatch) * n_ubatch)
+    return make_traits(
+        draw(st.sampled_from(memories)),
+        exact=draw(st.booleans()),
+        n_slots=n_slots,
+        n_ctx=N_CTX,
+        kv_tokens=draw(st.sampled_from([N_CTX, N_CTX + 7, 2 * N_CTX])),
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        eog_ids=EOGS,
+    )
+
+
+class LawMachine(RuleBasedStateMachine):
+    sequences_type: type[Sequences] = Sequences
+    is_strict = True
+    memories: Sequence[Memory] = tuple(Memory)
+    has_faults = True
+
+    @initialize(data=st.data(), n_swa=st.sampled_from([2, 3, 6]))
+    def start(self, data: st.DataObject, n_swa: int) -> None:
+        traits = data.draw(traits_of(self.memories))
+        backend = FakeBackend(traits, n_swa=n_swa, is_strict=self.is_strict, sequences_type=self.sequences_type)
+        self.driver = Driver(backend)
+        self.saved: list[Saved] = []
+        self.culprits: set[int] = set()
+        self.has_failed_groups = False
+
+    def known_prompts(self) -> list[list[int]]:
+        """Trunks, what was asked before, that with its answer, and what the slots hold."""
+        prompts = [list(trunk) for trunk in TRUNKS]
+        for ticket in self.driver.tickets[-4:]:
+            prompts.append(ticket.ids)
+            if ticket.is_done and ticket.error is None:
+                prompts.append(ticket.ids + list(ticket.completion.token_ids))
+        held = [self.driver.held(slot.slot_id) for slot in self.driver.state.slots]
+        return prompts + [ids for ids in held if ids]
+
+    # -- requests --
+
+    @rule(
+        base=indexes,
+        change=st.sampled_from(["append", "append", "edit", "branch", "cut", "repeat", "unrelated"]),
+        at=st.sampled_from([1.0, 1.0, 0.0]) | st.floats(0, 1),
+        ids=small_ids,
+        max_tokens=st.integers(0, 6),
+        namespace=st.sampled_from(NAMESPACES),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "slot": st.integers(0, 3),
+                "store": st.just(False),
+                "cache_prompt": st.just(False),
+                "return_logits": st.just(True),
+                "timeout_s": st.sampled_from([0.5, 3.0]),
+                "min_tokens": st.just(2),
+                "stop": st.sampled_from([("e",), ("\ufffd", "a")]),
+                "logprobs": st.just(True),
+                "grammar": st.sampled_from(["unparsable", "fail at 1", "fine"]),
+            },
+        ),
+        n_turns=st.integers(0, 6),
+    )
+    def submit(
+        self,
+        base: int,
+        change: str,
+        at: float,
+        ids: list[int],
+        max_tokens: int,
+        namespace: str,
+        options: dict[str, object],
+        n_turns: int,
+    ) -> None:
+        prompts = self.known_prompts()
+        prompt = prompts[-1 - base % len(prompts)]
+        position = round(at * (len(prompt) - 1))
+        if change == "append":
+            prompt = prompt + ids
+        elif change == "edit":
+            prompt = [*prompt[:position], 7, *prompt[position + 1 :]]
+        elif change == "branch":
+            prompt = [*prompt[:position], 7, *ids]
+        elif change == "cut":
+            prompt = prompt[: position + 1]
+        elif change == "unrelated":
+            prompt = ids
+        if "slot" in options:
+            options["slot"] = int(str(options["slot"])) % self.driver.traits.n_slots
+        prompt = prompt[: N_CTX - max_tokens]
+        self.driver.submit(prompt, max_tokens=max_tokens, namespace=namespace, **options)
+        self.step(n_turns)
+
+    @rule(base=indexes, n_tokens=st.integers(1, N_CTX), namespace=st.sampled_from(NAMESPACES))
+    def warm(self, base: int, n_tokens: int, namespace: str) -> None:
+        prompts = self.known_prompts()
+        prompt = prompts[-1 - base % len(prompts)][:n_tokens]
+        self.driver.submit(prompt[:N_CTX], generate=False, namespace=namespace)
+
+    @rule(index=indexes)
+    def cancel(self, index: int) -> None:
+        if self.driver.tickets:
+            self.driver.tickets[-1 - index % len(self.driver.tickets)].cancel()
+
+    # -- time --
+
+    @rule(n_turns=st.integers(1, 9))
+    def step(self, n_turns: int) -> None:
+        for _ in range(n_turns):
+            self.driver.turn()
+        self.driver.clock.advance(0.25)
+
+    @rule()
+    def finish_everything(self) -> None:
+        self.driver.run()
+        self.check_answers()
+
+    # -- faults --
+
+    @precondition(lambda self: self.has_faults)
+    @rule(nth=st.integers(1, 6), fault=st.sampled_from(every_fault()))
+    def fail_a_group(self, nth: int, fault: GroupFault) -> None:
+        self.has_failed_groups = True
+        self.driver.backend.fail_group(nth, fault)
+
+    @precondition(lambda self: self.has_faults)
+    @rule(calls=st.lists(st.sampled_from(["trim", "trim_raises", "share", "load_state", "new_sampler", "sample"])))
+    def fail_some_calls(self, calls: list[str]) -> None:
+        if "sample" in calls:
+            self.driver.backend.fail_sampling(2)
+        self.driver.backend.faults.calls = calls  # type: ignore[assignment]
+
+    @precondition(lambda self: self.has_faults)
+    @rule(
+        seq_id=st.integers(0, 3), fault=st.none() | st.sampled_from(every_fault()), at=st.sampled_from([0, 3, 14, 25])
+    )
+    def break_or_mend_a_sequence(self, seq_id: int, fault: GroupFault | None, at: int) -> None:
+        seq_id %= self.driver.traits.n_slots
+        self.driver.backend.faults.culprit = None if fault is None else Culprit(seq_id, fault, at)
+        self.culprits.add(seq_id)
+
+    # -- slots --
+
+    @rule(slot_id=st.integers(0, 3), operation=st.sampled_from(["erase", "save", "copy", "restore"]), index=indexes)
+    def use_slot(self, slot_id: int, operation: str, index: int) -> None:
+        slot_id %= self.driver.traits.n_slots
+        before = self.driver.held(slot_id)
+        try:
+            if operation == "erase":
+                self.driver.erase(slot_id)
+            elif operation == "save":
+                self.saved.append(self.driver.save(slot_id))
+            elif operation == "copy":
+                self.driver.restore(slot_id, self.driver.save(index % self.driver.traits.n_slots))
+            elif self.saved:
+                self.driver.restore(slot_id, self.saved[index % len(self.saved)])
+        except (SlotBusyError, CellsExhaustedError, NativeError):
+            assert self.driver.held(slot_id) == before
+
+    # -- the law --
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.driver.check()
+
+    def check_answers(self) -> None:
+        for ticket in self.driver.tickets:
+            assert ticket.is_done
+            if ticket.error is None:
+                self.driver.check_answer(ticket)
+            else:
+                self.check_error(ticket, ticket.error)
+
+    def check_error(self, ticket: Ticket, error: BaseException) -> None:
+        assert isinstance(error, (NativeError, GrammarError, RequestTimeoutError, CapacityError))
+        if isinstance(error, NativeError) and error.call == "llama_decode" and not self.has_failed_groups:
+            assert self.driver.ran_in(ticket) in self.culprits, "a bystander failed"
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.run()
+            self.check_answers()
+
+
+@pytest.mark.timeout(900)  # seconds; a failure is shrunk before it is shown
+@pytest.mark.parametrize("memory", list(Memory))
+def test_every_answer_is_that_of_a_cold_run(memory: Memory) -> None:
+    n_examples = settings().max_examples * (2 if memory is Memory.FULL else 1) // 2
+    run_state_machine_as_test(
+        type("LawMachineOfOneKind", (LawMachine,), {"memories": [memory]}),
+        settings=settings(max_examples=n_examples, stateful_step_count=40, deadline=None, print_blob=True),
+    )
+
+
+# ---- planted faults: the law finds them ------------------------------------------------------------------------
+
+
+def run_law(sequences_type: type[Sequences], memory: Memory, *, is_strict: bool = False) -> None:
+    attributes = {"sequences_type": sequences_type, "memories": [memory], "is_strict": is_strict, "has_faults": False}
+    run_state_machine_as_test(
+        type("PlantedMachine", (LawMachine,), attributes),
+        settings=settings(
+            max_examples=500,
+            stateful_step_count=30,
+            phases=[Phase.generate],
+            derandomize=True,
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+PLANTED = [(StaleTail, Memory.FULL), (StaleTail, Memory.SLIDING), (ShortShare, Memory.FULL)]
+LATE = [(LateState, memory) for memory in (Memory.HYBRID, Memory.RECURRENT, Memory.OTHER)]
+
+
+@pytest.mark.parametrize(("planted", "memory"), PLANTED)
+def test_a_wrong_read_is_refused_when_it_happens(planted: type[Sequences], memory: Memory) -> None:
+    with pytest.raises(AssertionError, match="cells read are not exactly"):
+        run_law(planted, memory, is_strict=True)
+
+
+@pytest.mark.parametrize(("planted", "memory"), [*PLANTED, *LATE])
+def test_a_wrong_read_shows_in_the_answers(planted: type[Sequences], memory: Memory) -> None:
+    with pytest.raises(AssertionError, match="a cold run"):
+        run_law(planted, memory)
+
+
+@pytest.mark.parametrize("memory", list(Memory))
+def test_a_resume_position_that_is_off_by_one_shows_in_the_answers(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_too_far(a: Ids, b: Ids) -> int:
+        return min(common_prefix_len(a, b) + 1, len(a), len(b))
+
+    monkeypatch.setattr("pyllamacache.prefix.plan.common_prefix_len", one_too_far)
+    monkeypatch.setattr("tests.fakes.driver.common_prefix_len", one_too_far)
+    with pytest.raises(AssertionError, match="a cold run"):
+        run_law(Sequences, memory)
