@@ -1,0 +1,369 @@
+"""`Engine`: slots over one model, and every way to send them a request. Safe to use from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from .config import EngineSettings, Layout, resolve_flash_attention
+from .errors import ClosedError, ConfigError, ForkedError
+from .model import Model
+from .native.context import NativeContext
+from .native.library import devices
+from .native.library import info as library_info
+from .observe.metrics import Metrics
+from .observe.progress import is_wanted
+from .request import RequestId, SlotId
+from .scheduler.handle import ChunkStream, Handle
+from .scheduler.inbox import Outbox, Submission
+from .scheduler.loop import Scheduler
+from .scheduler.slot_files import idle_slot, put_state
+from .scheduler.state import SchedulerState
+from .slot import Slot
+from .store import slotfile
+from .text.options import RequestOptions, build_request
+from .text.validate import check_ids
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from .observe.metrics import Statistics
+    from .request import Chunk, Completion, Usage
+    from .scheduler.slots import SlotInfo
+    from .text.options import PromptInput
+
+STATE_FORMAT = 1
+"""Raised when the bytes of a sequence's state change meaning; files of an equal number stay readable."""
+
+
+def _shut_down(scheduler: Scheduler, pid: int) -> None:
+    """The finalizer: at `close`, when the engine is collected, or at exit; never in a forked child."""
+    if os.getpid() == pid:
+        scheduler.stop()
+
+
+class Engine:
+    """A model's context with `n_slots` sequences, run by one thread of its own.
+
+    Args:
+        model: stays loaded while the engine lives.
+        n_ctx: tokens one request may hold, prompt and reply; None: the trained length, at most 32768.
+        n_slots: requests that run at once; each slot keeps what its last request left.
+        kv_tokens: KV cells all slots share; None: `n_ctx`. In exact mode each slot has `n_ctx` of its own.
+        n_batch: tokens of prompts computed per step while nothing is being generated, in whole `n_ubatch`. Cancelling
+            and timeouts act between steps. None: 2048 on a device; on the CPU one `n_ubatch`, since more gains nothing.
+        n_ubatch: tokens computed at once; while anything is being generated, a step prefills at most this many.
+        n_threads: CPU threads; None: one for each physical core this process may use.
+        type_k, type_v: types of the KV cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.
+        flash_attention: "auto", "on" or "off". "auto" is llama.cpp's choice on a device; on the CPU it is off, which is
+            several times as fast for replies and short appends, unless V is quantised or the context is very long.
+        adapters: LoRA files, as paths or (path, scale) pairs; part of what state is keyed by.
+        exact: answer with reuse bit for bit as without; see the README for what that costs.
+        offload_kqv: keep the KV cache on the device.
+        rope_scaling: None, "none", "linear", "yarn" or "longrope"; needed to go beyond the trained length.
+        progress: a progress bar for prefills longer than two seconds; None: on a terminal or in a notebook.
+    Raises:
+        ConfigError, ContextTooLargeError, ModelUnsupportedError, ClosedError.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int | None = None,
+        n_slots: int = 4,
+        kv_tokens: int | None = None,
+        n_batch: int | None = None,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attention: str = "auto",
+        adapters: Sequence[str | os.PathLike[str] | tuple[str | os.PathLike[str], float]] = (),
+        exact: bool = False,
+        offload_kqv: bool = True,
+        rope_scaling: str | None = None,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+        progress: bool | None = None,
+    ) -> None:
+        if not isinstance(model, Model):
+            raise ConfigError("model", model, "a pyllamacache.Model")
+        on_cpu = model._n_gpu_layers == 0 or not any(device.is_gpu for device in devices())
+        self._settings = EngineSettings.check(
+            on_cpu=on_cpu,
+            n_ctx_train=model.n_ctx_train,
+            n_ctx=n_ctx,
+            n_slots=n_slots,
+            kv_tokens=kv_tokens,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            type_k=type_k,
+            type_v=type_v,
+            flash_attention=flash_attention,
+            adapters=adapters,
+            exact=exact,
+            offload_kqv=offload_kqv,
+            rope_scaling=rope_scaling,
+            rope_freq_base=rope_freq_base,
+            rope_freq_scale=rope_freq_scale,
+        )
+        self._settings = replace(
+            self._settings,
+            flash_attention=resolve_flash_attention(
+                flash_attention,
+                on_cpu=on_cpu,
+                type_v=type_v,
+                n_head=model._native.n_head,
+                n_ubatch=self._settings.n_ubatch,
+                kv_tokens=self._settings.kv_tokens,
+            ),
+        )
+        self._model = model
+        self._native = model._native
+        self._what = f"engine of {model.path.name}"
+        self._pid = os.getpid()
+        self._shows_progress = is_wanted(progress)
+        self._request_ids = itertools.count(1)
+        self._layout: Layout | None = None
+        context = NativeContext(self._native, self._settings)
+        self._traits = context.traits
+        self._metrics = Metrics(self._traits.kv_tokens if self._traits.memory.has_cells else 0)
+        self._state = SchedulerState(context, self._metrics, time.monotonic, self._native.piece)
+        self._scheduler = Scheduler(self._state, self._what)
+        if self._settings.adapters:
+            self._layout = self._read_layout()  # now: the files may be replaced later
+        self._scheduler.start()
+        self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._pid)
+        model._engines.add(self)
+
+    # -- requests --
+
+    def submit(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> Handle:
+        """Send a request and return at once. `prompt` is text or token ids; options: `RequestOptions`.
+
+        Raises:
+            InvalidRequestError, UnknownOptionError, RequestTooLongError: nothing was sent.
+            ClosedError, ForkedError.
+        """
+        return self._submit(prompt, options, keeps_chunks=True)
+
+    def complete(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> Completion:
+        """Send a request and wait for its answer. Ctrl-C cancels it. Raises what `submit` and `Handle.result` do."""
+        return self._submit(prompt, options, keeps_chunks=False).result()
+
+    def stream(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> Iterator[Chunk]:
+        """Send a request and iterate over its reply. Leaving the loop early cancels it."""
+        return ChunkStream(self._submit(prompt, options, keeps_chunks=True))
+
+    async def acomplete(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> Completion:
+        """`complete` for asyncio. A cancelled task cancels the request."""
+        return await self._submit(prompt, options, keeps_chunks=False).wait()
+
+    def astream(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> AsyncIterator[Chunk]:
+        """`stream` for asyncio: `async for chunk in engine.astream(...)`. The request is sent at once."""
+        return aiter(self._submit(prompt, options, keeps_chunks=True))
+
+    def warm(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> Usage:
+        """Prefill and keep, generate nothing. Takes the options that concern reuse, tokenizing and time.
+
+        Memory that cannot be rewound is left one token short, so that the same prompt can be resumed (exact mode: at
+        the last multiple of `n_ubatch`).
+        """
+        return self._submit(prompt, options, keeps_chunks=False, generate=False).result().usage
+
+    def _submit(
+        self,
+        prompt: PromptInput,
+        options: RequestOptions,
+        *,
+        keeps_chunks: bool,
+        generate: bool = True,
+    ) -> Handle:
+        submitted_s = time.monotonic()
+        self._check_process()
+        request = build_request(
+            prompt,
+            options,
+            request_id=RequestId(next(self._request_ids)),
+            tokenize=self._native.tokenize,
+            has_vocab=self._native.has_vocab,
+            n_vocab=self._traits.n_vocab,
+            n_slots=self._traits.n_slots,
+            n_ctx=self._traits.n_ctx,
+            generate=generate,
+        )
+        outbox = Outbox(keeps_chunks=keeps_chunks)
+        self._scheduler.inbox.submit(Submission(request, outbox, submitted_s))
+        return Handle(request, outbox, self, shows_progress=self._shows_progress)
+
+    # -- slots --
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Views that keep the engine alive. Made anew each time, or the engine would be alive for its own sake."""
+        return tuple(Slot(self, SlotId(i)) for i in range(self._traits.n_slots))
+
+    def _slot_info(self, slot_id: SlotId) -> SlotInfo:
+        self._check_process()
+        return self._scheduler.inbox.call(lambda: self._state.slot_info(slot_id))
+
+    def _erase_slot(self, slot_id: SlotId) -> None:
+        def erase() -> None:
+            self._state.erase(idle_slot(self._state, slot_id, "erase"))
+
+        self._check_process()
+        self._scheduler.inbox.call(erase)
+
+    def _save_slot(self, slot_id: SlotId, path: str | os.PathLike[str]) -> int:
+        def take() -> slotfile.SlotRecord:
+            slot = idle_slot(self._state, slot_id, "save")
+            return slotfile.SlotRecord(
+                ids=slot.tokens.ids.copy(),
+                state=self._state.backend.save_state(slot_id) if len(slot) else b"",
+                exact_tokens=slot.exact_tokens,
+                namespace=slot.namespace,
+                fingerprint=fingerprint,
+                layout=self.layout,
+                n_ctx=self._traits.n_ctx,
+            )
+
+        self._check_process()
+        fingerprint = self._model.fingerprint
+        return slotfile.write(path, self._scheduler.inbox.call(take))
+
+    def _restore_slot(self, slot_id: SlotId, path: str | os.PathLike[str]) -> int:
+        def put() -> None:
+            put_state(
+                self._state,
+                slot_id,
+                ids=record.ids,
+                data=record.state,
+                exact_tokens=record.exact_tokens,
+                namespace=record.namespace,
+            )
+
+        self._check_process()
+        record = slotfile.read(path, max_tokens=self._traits.n_ctx)
+        slotfile.check_fits(
+            record,
+            path=path,
+            fingerprint=self._model.fingerprint,
+            layout=self.layout,
+            n_ctx=self._traits.n_ctx,
+        )
+        if record.n_tokens:
+            check_ids(record.ids, self._traits.n_vocab, field="token_ids")
+        self._scheduler.inbox.call(put)
+        return record.n_tokens
+
+    # -- facts --
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
+    def n_ctx(self) -> int:
+        return self._traits.n_ctx
+
+    @property
+    def n_slots(self) -> int:
+        return self._traits.n_slots
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV cells over all slots."""
+        return self._traits.kv_tokens
+
+    @property
+    def n_batch(self) -> int:
+        """As in use: llama.cpp and this library may have lowered what was asked for."""
+        return self._traits.n_batch
+
+    @property
+    def n_ubatch(self) -> int:
+        """As in use."""
+        return self._traits.n_ubatch
+
+    @property
+    def n_threads(self) -> int:
+        return self._settings.n_threads
+
+    @property
+    def exact(self) -> bool:
+        return self._traits.exact
+
+    @property
+    def layout(self) -> Layout:
+        """What stored state depends on besides the model."""
+        if self._layout is None:
+            self._layout = self._read_layout()
+        return self._layout
+
+    def _read_layout(self) -> Layout:
+        settings, exact = self._settings, self._traits.exact
+        compiled = library_info()
+        quantised = settings.type_k not in ("f32", "f16", "bf16")
+        # a LongRoPE model takes other factors when the context is longer than it was first trained with
+        cells = -(-(self._traits.n_ctx if exact else settings.kv_tokens) // 256) * 256
+        factors = "long" if cells > self._model._n_ctx_original else "short"
+        rope = f"{settings.rope_scaling or 'model'},{settings.rope_freq_base!r},{settings.rope_freq_scale!r},{factors}"
+        names = [device.name for device in devices()]
+        return Layout(
+            memory=self._traits.memory.value,
+            exact=exact,
+            type_k=settings.type_k,
+            type_v=settings.type_v,
+            v_transposed=settings.flash_attention == "off",
+            n_ubatch=self._traits.n_ubatch if exact else 0,
+            rope=rope,
+            rotation=quantised and os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0"),
+            adapters=self._model._adapters_digest(settings.adapters),
+            backend=",".join(names) + (f":{self._model._n_gpu_layers}" if exact and len(names) > 1 else ""),
+            n_threads=settings.n_threads if exact else 0,
+            cpu=compiled.system_info if exact else "",
+            source=compiled.source_digest if exact else "",
+            state_format=STATE_FORMAT,
+        )
+
+    def statistics(self) -> Statistics:
+        """Counts since the engine was made. Any thread; never waits for a step."""
+        self._check_process()
+        return self._metrics.snapshot()
+
+    # -- end --
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(self._what)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """End running requests with ClosedError, free the context, join the thread. Repeatable; any thread."""
+        self._finalizer()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Engine cannot be copied or pickled: it owns a thread and native memory")
+
+    def __enter__(self) -> Self:
+        self._check_process()
+        if self.is_closed:
+            raise ClosedError(self._what)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self.is_closed else ""
+        return f"<Engine {self._model.name!r} n_ctx={self._traits.n_ctx} n_slots={self._traits.n_slots}{state}>"

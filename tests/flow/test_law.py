@@ -1,0 +1,166 @@
+"""The law over random conversations, on every memory kind, default and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.flow.law import Ids, Pair, joined, random_ids
+
+KINDS = ["full", "sliding", "hybrid", "recurrent"]
+MAX_TOKENS = 700
+
+
+@dataclass(frozen=True)
+class Move:
+    """One thing a client does to one of its conversations."""
+
+    what: str
+    conversation: int
+    fraction: float
+    n: int
+    seed: int
+
+
+moves = st.builds(
+    Move,
+    what=st.sampled_from(
+        [
+            "append",
+            "append",
+            "append with reply",
+            "edit",
+            "cut",
+            "repeat",
+            "prefix",
+            "branch",
+            "beside",
+            "cancel",
+            "warm",
+        ]
+    ),
+    conversation=st.integers(0, 2),
+    fraction=st.floats(0.05, 0.95),
+    n=st.integers(1, 90),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+class Client:
+    """Holds conversations and replays moves against a pair."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.conversations: list[Ids] = [random_ids(seed, 60 + 40 * seed) for seed in range(3)]
+        self.last_reply: tuple[int, ...] = ()
+
+    def play(self, move: Move) -> None:
+        ids = self.conversations[move.conversation]
+        at = max(1, int(len(ids) * move.fraction))
+        fresh = random_ids(move.seed, move.n)
+        options: dict[str, Any] = {}
+        if move.what == "append":
+            ids = joined(ids, fresh)
+        elif move.what == "append with reply":
+            first = self.pair.ask(ids)
+            ids = joined(ids, first.token_ids, fresh)
+        elif move.what == "edit":
+            ids = joined(ids[:at], fresh[: len(ids) - at], ids[at + len(fresh) :])
+        elif move.what in ("cut", "prefix"):
+            ids = ids[:at]
+        elif move.what == "branch":
+            ids = joined(self.conversations[(move.conversation + 1) % 3][:at], fresh)
+        ids = ids[:MAX_TOKENS]
+        if move.what == "beside":
+            self._beside(ids, fresh)
+        elif move.what == "cancel":
+            self._cancel(joined(ids, fresh)[:MAX_TOKENS])
+        elif move.what == "warm":
+            self.pair.warm.warm(ids)
+        else:
+            self.pair.ask(ids, **options)
+        if move.what != "prefix":
+            self.conversations[move.conversation] = ids
+
+    def _beside(self, ids: Ids, fresh: Ids) -> None:
+        """The same conversation while another, unrelated request generates."""
+        neighbour = self.pair.warm.submit(fresh, max_tokens=30)
+        self.pair.ask(ids)
+        other = neighbour.result()
+        assert other.usage.cached_tokens + other.cache.prefilled_tokens == len(fresh)
+
+    def _cancel(self, ids: Ids) -> None:
+        handle = self.pair.warm.submit(ids, max_tokens=50)
+        for _ in handle:
+            break  # leaving the loop cancels
+        assert handle.result().finish_reason in ("cancelled", "length", "stop")
+        self.pair.ask(ids)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reuse_never_changes_an_answer(kind: str, exact: bool, new_pair: Callable[..., Pair]) -> None:
+    """Random moves on three conversations and two slots."""
+    pair = new_pair(kind, exact=exact)
+
+    @settings(max_examples=10)
+    @given(st.lists(moves, min_size=1, max_size=8))
+    def replay(script: list[Move]) -> None:
+        client = Client(pair)
+        for move in script:
+            client.play(move)
+
+    replay()
+    assert pair.n_reused > 0 or (exact and kind in ("hybrid", "recurrent")), "nothing was ever reused: vacuous"
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+def test_exact_mode_reuses_a_warmed_prompt_that_ends_on_the_grid(kind: str, new_pair: Callable[..., Pair]) -> None:
+    pair = new_pair(kind, exact=True)
+    header = random_ids(1, 96)  # three times n_ubatch
+    neighbour = pair.warm.submit(random_ids(2, 70), max_tokens=60)
+    assert pair.warm.warm(header).cache_write_tokens == 96
+    reply = pair.ask(joined(header, random_ids(3, 41)))
+    assert reply.usage.cached_tokens == 96
+    neighbour.result()
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+def test_bits_survive_reuse_beside_others_in_exact_mode_only(exact: bool, new_engine: Callable[..., Any]) -> None:
+    """What exact mode buys: the same script, beside the same neighbours, changes bits in default mode."""
+    engine, cold = (new_engine("full", exact=exact, n_slots=2, flash_attention="on") for _ in range(2))
+    parked = engine.complete(random_ids(4, 200), max_tokens=8, slot=1)
+    ids = random_ids(5, 150)
+    engine.warm(ids, slot=0)
+    longer = joined(ids, [5])  # one row is computed by another kernel than a chunk
+    reused = engine.complete(longer, max_tokens=0, return_logits=True, slot=0)
+    plain = cold.complete(longer, max_tokens=0, return_logits=True, slot=0)
+    assert parked.finish_reason == "length"
+    assert reused.usage.cached_tokens == (128 if exact else 150)
+    assert np.array_equal(reused.logits, plain.logits) == exact
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+@pytest.mark.parametrize("n_slots", [1, 4])
+def test_another_slots_prefix_is_shared_without_changing_an_answer(
+    exact: bool, n_slots: int, new_pair: Callable[..., Pair]
+) -> None:
+    """Dense memory: a branch in an empty slot takes the trunk from its donor, also while the donor is busy."""
+    pair = new_pair("full", exact=exact, n_slots=n_slots)
+    trunk = random_ids(5, 160)
+    donor = pair.warm.submit(trunk, max_tokens=100)
+    chunks = iter(donor)
+    next(chunks)
+    for index in range(3):
+        reply = pair.ask(joined(trunk, random_ids(10 + index, 30)))
+        assert reply.usage.cached_tokens == 160
+        if n_slots > 1:
+            assert reply.cache.source.value == "shared"
+            assert reply.slot_id != 0
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 99
