@@ -1,0 +1,1 @@
+"""The commands of `pyllamacache`, one module each, ending in its `COMMAND`; `__main__` lists them."""
