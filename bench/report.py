@@ -1,0 +1,116 @@
+"""Put the measured numbers of `bench/results/*.json` into the README between its markers.
+
+python -m bench.report            # rewrite the table
+python -m bench.report --check    # fail if README and JSON differ
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+
+Results = dict[str, Any]
+
+
+def _ms(summary: Results) -> str:
+    return f"{summary['median'] * 1e3:.3g} ms"
+
+
+def _rate(summary: Results) -> str:
+    return f"{summary['median']:.1f} tokens/s"
+
+
+ROWS: list[tuple[str, str, Callable[[Results], str]]] = [
+    (
+        "append",
+        "40 new tokens on 6,000: time to first token, reusing",
+        lambda r: f"{_ms(r['append_ttft_s'])} ({r['append_over_floor']:.2f} of a bare `llama_decode` of them)",
+    ),
+    (
+        "append",
+        "the same prompt without reuse",
+        lambda r: f"{_ms(r['cold_ttft_s'])} ({r['cold_over_append']:.0f} times as long)",
+    ),
+    (
+        "session",
+        "12 turns on a 2,000-token header: tokens prefilled with reuse, without",
+        lambda r: (
+            f"{r['prefilled_tokens with reuse']:,}, {r['prefilled_tokens without']:,} "
+            f"(prefill takes {r['without_over_with']:.1f} times as long without)"
+        ),
+    ),
+    (
+        "decode",
+        "one slot, against llama-bench of the same build",
+        lambda r: f"{_rate(r['one slot tokens/s'])} ({r['one_slot_over_llama_bench']:.2f} of it)",
+    ),
+    (
+        "decode",
+        "four slots, against llama-batched-bench of the same build",
+        lambda r: f"{_rate(r['four slots tokens/s'])} ({r['four_slots_over_batched_bench']:.2f} of it)",
+    ),
+    (
+        "busy_thread",
+        "four slots beside a busy Python thread, against without",
+        lambda r: f"{_rate(r['beside tokens/s'])} ({r['beside_over_alone']:.2f} of it)",
+    ),
+    (
+        "interleave",
+        "largest gap between reply tokens beside a 2,000-token prefill",
+        lambda r: f"{_ms(r['largest_gap_s'])} ({r['gap_over_ubatch']:.2f} of the prefill of one `n_ubatch`)",
+    ),
+    (
+        "scheduler_step",
+        "the scheduler's own time per decode step, one slot, eight slots",
+        lambda r: f"{_ms(r['1 slots s'])}, {_ms(r['8 slots s'])}",
+    ),
+    ("import_time", "`import pyllamacache`, process start included", lambda r: _ms(r["import pyllamacache s"])),
+]
+
+
+def table() -> str:
+    """The section's text: machine and model, then one row per figure."""
+    loaded: dict[str, Any] = {}
+    for name in {row[0] for row in ROWS}:
+        path = Path(__file__).parent / "results" / f"{name}.json"
+        if path.exists():
+            loaded[name] = json.loads(path.read_text(encoding="utf-8"))
+    if not loaded:
+        return "Nothing has been measured yet."
+    origin = next(data["origin"] for data in loaded.values() if data["origin"]["model"])
+    machine = f"{origin['cpu']}, {origin['cores']} cores (shared)"
+    versions = f"llama.cpp {origin['llama']}, Python {origin['python']}, {origin['date']}"
+    lines = [
+        f"{origin['model']['name']} on {machine}, {versions}.",
+        "Medians of interleaved runs. `bench/results` has the spread, [bench](bench/README.md) the commands.",
+        "",
+        "| What | Measured |",
+        "|---|---|",
+    ]
+    lines += [f"| {what} | {show(loaded[name]['results'])} |" for name, what, show in ROWS if name in loaded]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    if "--check" in sys.argv[1:]:
+        if wanted != text:
+            print("README.md and bench/results differ; run python -m bench.report", file=sys.stderr)
+            return 1
+        return 0
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
