@@ -122,8 +122,9 @@ class CellLedger:
             return
         self._used += n_tokens - length
         path = self._paths.setdefault(slot_id, [])
-        if path and max(path[-1].ends.values()) == length:
-            path[-1].ends[slot_id] = n_tokens
+        ends = path[-1].ends if path else {}
+        if path and (len(ends) == 1 or max(ends.values()) == length):  # nobody holds cells beyond: go on in place
+            ends[slot_id] = n_tokens
         else:
             path.append(_Lineage(length, {slot_id: n_tokens}))
 

@@ -42,6 +42,8 @@ def _chunk_end(job: Job, traits: Traits, budget: int) -> int:
 
 def _feed(job: Job, end: int) -> Feed:
     start = len(job.slot)
+    if job.generated and start == len(job.tokens) - 1:  # a decode row, made for every token of every reply
+        return Feed(job.slot.slot_id, start, (job.generated[-1],), job.sampler)
     is_last = end - start == job.n_left
     wants_logits = is_last and job.request.return_logits and not job.generated
     return Feed(
@@ -66,6 +68,12 @@ def compose(jobs: Sequence[Job], traits: Traits) -> Batch:
     for job in jobs:
         if not job.is_waiting:
             (decoding if job.is_decoding else filling).append(job)
+
+    if not filling and not traits.exact and not any(job.n_failures for job in decoding):
+        if not decoding:
+            return Batch()
+        decoding.sort(key=lambda job: job.slot.slot_id)
+        return Batch([[_feed(job, len(job.slot) + 1) for job in decoding]], [decoding], len(decoding))
 
     chosen = [(job, len(job.slot) + 1) for job in decoding]
     n_decoding = len(chosen)

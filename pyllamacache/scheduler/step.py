@@ -111,8 +111,8 @@ def _take_result(state: SchedulerState, batch: Batch, result: StepResult) -> Non
 def _take_fed(state: SchedulerState, job: Job, feed: Feed, result: StepResult, index: int) -> None:
     slot = job.slot
     end = feed.start + len(feed.tokens)
-    if len(feed.tokens) == 1:
-        slot.tokens.append(int(feed.tokens[0]))
+    if end - feed.start == 1:
+        slot.tokens.append(feed.tokens[0])
     else:
         slot.tokens.extend(job.tokens.slice(feed.start, end))
     state.grown(slot)
