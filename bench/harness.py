@@ -132,6 +132,15 @@ def load_model(path: Path | None) -> Any:
     return Model(path, progress=False)
 
 
+def on_engine_thread(engine: Any, function: Callable[[], Any]) -> Any:
+    """Run a native call where the engine runs its own.
+
+    OpenMP keeps a pool of threads per calling thread, and lets none of them spin once there are more than cores: a
+    second thread that computes makes every call of the process several times slower.
+    """
+    return engine._scheduler.inbox.call(function)
+
+
 def find_tool(folder: Path | None, name: str) -> Path | None:
     """A llama.cpp program built by `-DPYLLAMACACHE_TOOLS=ON`, in `folder` or in the build folder."""
     root = Path(__file__).parent.parent / "build"

@@ -14,6 +14,7 @@ from pathlib import Path
 from bench.harness import Summary, arguments, find_tool, interleave, load_model, print_table, summarize, write_json
 from bench.workloads import random_ids
 from pyllamacache import Engine
+from pyllamacache.config import usable_cores
 
 N_TOKENS = 128
 N_PROMPT = 16
@@ -89,13 +90,18 @@ def _ours(engine: Engine, n_slots: int, seed: int) -> float:
 def main() -> None:
     args = arguments(__doc__ or "", repeats=7)
     model = load_model(args.model)
-    engines = {n: Engine(model, n_ctx=2048, n_slots=n, n_threads=args.threads, progress=False) for n in (1, 4)}
-    threads = engines[1]._settings.n_threads
+    threads = args.threads or usable_cores()
     bench, batched = find_tool(args.tools, "llama-bench"), find_tool(args.tools, "llama-batched-bench")
     seeds = iter(range(10**6))
+
+    def _alone(n_slots: int) -> float:
+        # one engine at a time: two would share the cores even while one of them is idle
+        with Engine(model, n_ctx=2048, n_slots=n_slots, n_threads=threads, progress=False) as engine:
+            return _ours(engine, n_slots, next(seeds))
+
     cases = {
-        "one slot": lambda: _ours(engines[1], 1, next(seeds)),
-        "four slots": lambda: _ours(engines[4], 4, next(seeds)),
+        "one slot": lambda: _alone(1),
+        "four slots": lambda: _alone(4),
     }
     if bench is not None:
         cases["llama-bench"] = lambda: _llama_bench(bench, model.path, threads)
@@ -118,8 +124,6 @@ def main() -> None:
             print(f"{ours} / {theirs}: {results[key]:.3f}")
     if args.json:
         write_json("decode", model, results)
-    for engine in engines.values():
-        engine.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 
-from bench.harness import arguments, interleave, load_model, print_table, summarize, write_json
+from bench.harness import arguments, interleave, load_model, on_engine_thread, print_table, summarize, write_json
 from bench.workloads import random_ids
 from pyllamacache import Engine
 from pyllamacache.native.context import NativeContext
@@ -28,16 +28,20 @@ def main() -> None:
         ids = random_ids(PREFILL, model.n_vocab, 3)
         last = PREFILL - n_ubatch
         for start in range(0, last, n_ubatch):
-            bare.step([[Feed(0, start, ids[start : min(last, start + n_ubatch)])]])
+            chunk = Feed(0, start, ids[start : min(last, start + n_ubatch)])
+            on_engine_thread(engine, lambda chunk=chunk: bare.step([[chunk]]))
         banned = {token: float("-inf") for token in model.eog_ids}
         seeds = iter(range(1000, 10**6))
 
-        def one_ubatch() -> float:
+        def timed_step() -> float:
             started_s = time.perf_counter()
             assert bare.step([[Feed(0, last, ids[last:])]]).code == 0
             elapsed_s = time.perf_counter() - started_s
             assert bare.trim(0, last)
             return elapsed_s
+
+        def one_ubatch() -> float:
+            return float(on_engine_thread(engine, timed_step))
 
         def largest_gap() -> float:
             stamps: list[float] = []

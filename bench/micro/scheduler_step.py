@@ -28,21 +28,18 @@ def _generate(engine: Engine, n_slots: int, seed: int) -> None:
         reader.join()
 
 
-def _per_step_s(engine: Engine, n_slots: int, seed: int) -> float:
-    before = engine.statistics()
-    _generate(engine, n_slots, seed)
-    after = engine.statistics()
-    return (after.scheduler_s - before.scheduler_s) / (after.n_steps - before.n_steps)
-
-
 def main() -> None:
     args = arguments(__doc__ or "", repeats=7)
     model = load_model(args.model)
-    engines = {n: Engine(model, n_ctx=4096, n_slots=n, n_threads=args.threads, progress=False) for n in (1, 8)}
     seeds = iter(range(10**6))
-    samples = interleave(
-        {f"{n} slots": lambda n=n: _per_step_s(engines[n], n, next(seeds)) for n in engines}, repeats=args.repeats
-    )
+
+    def per_step_s(n_slots: int) -> float:
+        with Engine(model, n_ctx=4096, n_slots=n_slots, n_threads=args.threads, progress=False) as engine:
+            _generate(engine, n_slots, next(seeds))
+            statistics = engine.statistics()
+            return statistics.scheduler_s / statistics.n_steps
+
+    samples = interleave({f"{n} slots": lambda n=n: per_step_s(n) for n in (1, 8)}, repeats=args.repeats)
     summaries = {name: summarize(values) for name, values in samples.items()}
     print_table(
         f"scheduler's own time per decode step: {model.name}",
@@ -51,8 +48,6 @@ def main() -> None:
     )
     if args.json:
         write_json("scheduler_step", model, {f"{name} s": summary for name, summary in summaries.items()})
-    for engine in engines.values():
-        engine.close()
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def _chunk_end(job: Job, traits: Traits, budget: int) -> int:
 
 
 def _feed(job: Job, end: int) -> Feed:
-    start = len(job.slot)
-    if job.generated and start == len(job.tokens) - 1:  # a decode row, made for every token of every reply
+    start = job.slot.tokens.n
+    if job.generated and start == job.tokens.n - 1:  # a decode row, made for every token of every reply
         return Feed(job.slot.slot_id, start, (job.generated[-1],), job.sampler)
     is_last = end - start == job.n_left
     wants_logits = is_last and job.request.return_logits and not job.generated
@@ -73,7 +73,7 @@ def compose(jobs: Sequence[Job], traits: Traits) -> Batch:
         if not decoding:
             return Batch()
         decoding.sort(key=lambda job: job.slot.slot_id)
-        return Batch([[_feed(job, len(job.slot) + 1) for job in decoding]], [decoding], len(decoding))
+        return Batch([[_feed(job, job.slot.tokens.n + 1) for job in decoding]], [decoding], len(decoding))
 
     chosen = [(job, len(job.slot) + 1) for job in decoding]
     n_decoding = len(chosen)

@@ -69,7 +69,7 @@ class Job:
 
     @property
     def is_decoding(self) -> bool:
-        return bool(self.generated) and self.n_left == 1
+        return bool(self.generated) and self.slot.tokens.n == self.tokens.n - 1
 
     @property
     def total_tokens(self) -> int:

@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 
 
 class TokenBuffer:
-    """An int32 array that grows at its end and is cut there. Views stay valid until the next change."""
+    """An int32 array that grows at its end and is cut there. Views stay valid until the next change.
 
-    __slots__ = ("_data", "_n")
+    `n` is its length, to be read: `len()` costs a call, and some of these are made per token.
+    """
+
+    __slots__ = ("_data", "n")
 
     def __init__(self, ids: Ids | None = None, *, spare: int = 64) -> None:
         n = 0 if ids is None else len(ids)
         self._data = np.empty(n + spare, dtype=np.int32)
         if ids is not None:
             self._data[:n] = ids
-        self._n = n
+        self.n = n
 
     def __len__(self) -> int:
-        return self._n
+        return self.n
 
     def __getitem__(self, index: int) -> int:
         return int(self._data[index])
@@ -35,7 +38,7 @@ class TokenBuffer:
     @property
     def ids(self) -> Ids:
         """A view, shape (n_tokens,)."""
-        return self._data[: self._n]
+        return self._data[: self.n]
 
     def slice(self, start: int, end: int) -> Ids:
         return self._data[start:end]
@@ -43,22 +46,22 @@ class TokenBuffer:
     def _reserve(self, n: int) -> None:
         if n > len(self._data):
             grown = np.empty(max(n, 2 * len(self._data)), dtype=np.int32)
-            grown[: self._n] = self._data[: self._n]
+            grown[: self.n] = self._data[: self.n]
             self._data = grown
 
     def append(self, token: int) -> None:
-        self._reserve(self._n + 1)
-        self._data[self._n] = token
-        self._n += 1
+        self._reserve(self.n + 1)
+        self._data[self.n] = token
+        self.n += 1
 
     def extend(self, ids: Ids) -> None:
-        n = self._n + len(ids)
+        n = self.n + len(ids)
         self._reserve(n)
-        self._data[self._n : n] = ids
-        self._n = n
+        self._data[self.n : n] = ids
+        self.n = n
 
     def truncate(self, n: int) -> None:
-        self._n = min(self._n, n)
+        self.n = min(self.n, n)
 
 
 @dataclass(slots=True)
