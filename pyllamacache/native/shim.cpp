@@ -519,10 +519,12 @@ int32_t plc_state_set(plc_context * ctx, int32_t seq_id, const uint8_t * src, si
 // ---- sampling ----
 
 struct plc_sampler {
-    sampler_ptr chain;   // NULL: greedy over the plain logits
+    sampler_ptr chain;   // NULL: greedy over the logits, with bias and end-of-generation tokens forbidden in place
     sampler_ptr grammar; // NULL: none
 
     std::vector<llama_token>      eog;
+    std::vector<llama_logit_bias> bias;
+    std::vector<float>            replaced; // what greedy sampling puts back after it
     std::vector<llama_token_data> candidates;
 
     int32_t min_tokens = 0;
@@ -564,7 +566,10 @@ plc_sampler * plc_sampler_new(const llama_model * model, const plc_sampler_param
             (params->repeat_penalty != 1.0f || params->frequency_penalty != 0.0f || params->presence_penalty != 0.0f);
         const bool is_greedy = params->temperature <= 0.0f;
 
-        if (is_greedy && !has_penalties && params->n_bias == 0 && !res->grammar && res->min_tokens == 0) {
+        for (int32_t i = 0; i < params->n_bias; ++i) {
+            res->bias.push_back({ params->bias_ids[i], params->bias_values[i] });
+        }
+        if (is_greedy && !has_penalties && !res->grammar) {
             return res.release();
         }
 
@@ -579,12 +584,8 @@ plc_sampler * plc_sampler_new(const llama_model * model, const plc_sampler_param
             llama_sampler_chain_add(res->chain.get(), sampler);
         };
 
-        if (params->n_bias > 0) {
-            std::vector<llama_logit_bias> bias(params->n_bias);
-            for (int32_t i = 0; i < params->n_bias; ++i) {
-                bias[i] = { params->bias_ids[i], params->bias_values[i] };
-            }
-            add(llama_sampler_init_logit_bias(n_vocab, params->n_bias, bias.data()));
+        if (!res->bias.empty()) {
+            add(llama_sampler_init_logit_bias(n_vocab, (int32_t) res->bias.size(), res->bias.data()));
         }
         if (has_penalties) {
             llama_sampler * penalties =
@@ -622,13 +623,60 @@ void plc_sampler_free(plc_sampler * sampler) noexcept {
     });
 }
 
+static void require_possible(float logit) {
+    if (!(logit > -INFINITY)) { // also not a number
+        throw std::runtime_error("no token is allowed here: every one is forbidden by grammar, logit_bias or min_tokens");
+    }
+}
+
+// The first of the largest logits. Not a number never wins.
 static int32_t arg_max(const float * logits, int32_t n_vocab) {
-    int32_t best = 0;
-    for (int32_t id = 1; id < n_vocab; ++id) {
-        if (logits[id] > logits[best]) {
-            best = id;
+    constexpr int32_t k_lanes = 16; // independent maxima, which the compiler turns into vectors
+    float   lane_max[k_lanes];
+    float   best = -INFINITY;
+    int32_t id   = 0;
+    std::fill(lane_max, lane_max + k_lanes, -INFINITY);
+    for (; id + k_lanes <= n_vocab; id += k_lanes) {
+        for (int32_t lane = 0; lane < k_lanes; ++lane) {
+            lane_max[lane] = logits[id + lane] > lane_max[lane] ? logits[id + lane] : lane_max[lane];
         }
     }
+    for (int32_t lane = 0; lane < k_lanes; ++lane) {
+        best = lane_max[lane] > best ? lane_max[lane] : best;
+    }
+    for (; id < n_vocab; ++id) {
+        best = logits[id] > best ? logits[id] : best;
+    }
+    const float * found = std::find(logits, logits + n_vocab, best);
+    return found == logits + n_vocab ? 0 : (int32_t) (found - logits);
+}
+
+// Greedy without a candidate array: what is biased or forbidden is changed in place and put back.
+static int32_t sample_greedy(plc_sampler & sampler, float * logits, int32_t n_vocab) {
+    sampler.replaced.clear();
+    const bool forbids_end = sampler.n_sampled < sampler.min_tokens;
+    for (const auto & bias : sampler.bias) {
+        sampler.replaced.push_back(logits[bias.token]);
+        logits[bias.token] += bias.bias;
+    }
+    if (forbids_end) {
+        for (const llama_token id : sampler.eog) {
+            sampler.replaced.push_back(logits[id]);
+            logits[id] = -INFINITY;
+        }
+    }
+    const int32_t best       = arg_max(logits, n_vocab);
+    const float   best_logit = logits[best];
+    size_t        n          = sampler.replaced.size();
+    if (forbids_end) {
+        for (size_t i = sampler.eog.size(); i > 0; --i) {
+            logits[sampler.eog[i - 1]] = sampler.replaced[--n];
+        }
+    }
+    for (size_t i = sampler.bias.size(); i > 0; --i) {
+        logits[sampler.bias[i - 1].token] = sampler.replaced[--n];
+    }
+    require_possible(best_logit);
     return best;
 }
 
@@ -653,17 +701,9 @@ static llama_token_data apply_chain(plc_sampler & sampler) {
     return cur.data[cur.selected];
 }
 
-static void require_possible(float logit) {
-    if (!(logit > -INFINITY)) { // also not a number
-        throw std::runtime_error("no token is allowed here: every one is forbidden by grammar, logit_bias or min_tokens");
-    }
-}
-
-static int32_t sample_token(plc_sampler & sampler, const float * logits, int32_t n_vocab) {
+static int32_t sample_token(plc_sampler & sampler, float * logits, int32_t n_vocab) {
     if (!sampler.chain) {
-        const int32_t best = arg_max(logits, n_vocab);
-        require_possible(logits[best]);
-        return best;
+        return sample_greedy(sampler, logits, n_vocab);
     }
 
     fill_candidates(sampler, logits, n_vocab);
@@ -771,7 +811,7 @@ static void sample_group(plc_context & ctx, const plc_feed * feeds, int32_t n_fe
             continue;
         }
         outputs[f].failed = guarded<int32_t>("sampling", 1, [&] {
-            const float * logits = llama_get_logits_ith(ctx.ctx, row);
+            float * logits = llama_get_logits_ith(ctx.ctx, row);
             if (!logits) {
                 throw std::runtime_error("no logits");
             }
