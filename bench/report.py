@@ -20,7 +20,8 @@ Results = dict[str, Any]
 
 
 def _ms(summary: Results) -> str:
-    return f"{summary['median'] * 1e3:.3g} ms"
+    median_s = summary["median"]
+    return f"{median_s:.1f} s" if median_s >= 1 else f"{median_s * 1e3:.3g} ms"
 
 
 def _rate(summary: Results) -> str:
