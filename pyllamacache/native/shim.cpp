@@ -40,7 +40,6 @@ class LogRing {
         std::lock_guard<std::mutex> guard(mutex);
         if (records.size() == k_max_records) {
             records.pop_front();
-            dropped++;
         }
         records.emplace_back(level, text ? text : "");
         pending.store((int32_t) records.size(), std::memory_order_relaxed);
@@ -64,7 +63,6 @@ class LogRing {
     std::atomic<int>     min_level { GGML_LOG_LEVEL_WARN };
     std::atomic<int>     last_level { GGML_LOG_LEVEL_INFO };
     std::atomic<int32_t> pending { 0 };
-    uint64_t             dropped = 0;
     std::mutex           mutex;
 
   private:
@@ -166,11 +164,6 @@ void plc_log_level(int32_t level) noexcept { log_ring().min_level = level; }
 int32_t plc_log_pending(void) noexcept { return log_ring().pending.load(std::memory_order_relaxed); }
 
 int32_t plc_log_next(char * buf, size_t size) noexcept { return size == 0 ? 0 : log_ring().next(buf, size); }
-
-uint64_t plc_log_dropped(void) noexcept {
-    std::lock_guard<std::mutex> guard(log_ring().mutex);
-    return log_ring().dropped;
-}
 
 // ---- model ----
 

@@ -43,7 +43,6 @@ PLC_API void         plc_log_level(int32_t level) PLC_NOEXCEPT; // ggml_log_leve
 PLC_API int32_t      plc_log_pending(void) PLC_NOEXCEPT;
 // Moves one record out: its level is returned (0: the ring is empty), its text truncated into buf and terminated.
 PLC_API int32_t      plc_log_next(char * buf, size_t size) PLC_NOEXCEPT;
-PLC_API uint64_t     plc_log_dropped(void) PLC_NOEXCEPT;
 
 // ---- model ----
 
