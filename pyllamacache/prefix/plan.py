@@ -193,7 +193,7 @@ def _choose(idle: Sequence[_Holding], holdings: Sequence[_Holding], rules: Rules
     candidates = [_best_of(each, donors, must_spare, store) for each in idle]
     if rules.can_share:
         furthest = max(each.resume for each in candidates)
-        # a slot that is empty or only extended cannot be beaten; any other could tie with one whose content is elsewhere
+        # an empty or merely extended slot cannot be beaten; any other may tie with one whose content is elsewhere
         if not any(each.lost == 0 and each.resume == furthest and each.cost(False)[2] < 2 for each in candidates):
             elsewhere = _held_elsewhere(holdings)
             candidates = [_spare(each, elsewhere) for each in candidates]
