@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
-    from .config import Layout, Memory
+    from .config import CacheConfig, Layout, Memory
     from .engine import Engine
     from .errors import PyLlamaCacheError
     from .model import Model
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CacheConfig": "config",
     "CacheReport": "request",
     "Chunk": "request",
     "Completion": "request",
@@ -53,6 +54,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CacheConfig",
     "CacheReport",
     "Chunk",
     "Completion",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from enum import Enum
 from numbers import Integral
 from typing import Any
@@ -40,6 +42,11 @@ class Memory(str, Enum):
     def is_shareable(self) -> bool:
         """Whether one sequence's prefix can become another's without a checkpoint."""
         return self is Memory.FULL
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a part of it exists at one position only: going back takes a checkpoint."""
+        return self in (Memory.SLIDING, Memory.HYBRID, Memory.RECURRENT)
 
     @property
     def splits_steps(self) -> bool:
@@ -83,6 +90,81 @@ class Layout:
             for item in fields(self)
             if getattr(self, item.name) != other.get(item.name)
         ]
+
+
+DEFAULT_HOST_BYTES = 8 << 30
+MAX_BYTES = 1 << 60
+
+_UNITS = {
+    unit: scale**power
+    for scale, suffix in ((1000, "b"), (1024, "ib"))
+    for power, unit in enumerate(("b", *(letter + suffix for letter in "kmgt")))
+}
+_SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) ?([kmgt]?i?b)")
+
+
+def _check_bytes(field: str, value: object) -> int:
+    """A size as a whole number of bytes. Words round down: "1.5 GB" is 1,500,000,000, "512MiB" 536,870,912."""
+    n_bytes = -1
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value.strip().lower())
+        if found and found[2] in _UNITS:
+            n_bytes = int(Decimal(found[1]) * _UNITS[found[2]])
+    elif isinstance(value, Integral) and not isinstance(value, bool):
+        n_bytes = int(value)
+    if not 0 <= n_bytes <= MAX_BYTES:
+        raise ConfigError(field, value, "a number of bytes, or a size such as '2GiB', '512MiB' or '1.5 GB'")
+    return n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBudget:
+    """What the cache may hold: limits at every instant. Sizes in bytes."""
+
+    max_checkpoints: int
+    checkpoint_bytes: int
+    """For checkpoints, within `host_bytes`."""
+    host_bytes: int
+    """The whole pool of host memory: checkpoints, captures in flight, staging."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How much of the past an engine may keep besides its context. Sizes are bytes, or words such as "2GiB".
+
+    Raises:
+        ConfigError: naming the field, what it was given and what it takes.
+    """
+
+    max_checkpoints: int = 32
+    """Checkpoints of all slots together; 0: none are taken."""
+    checkpoint_bytes: int | str | None = None
+    """Host memory for checkpoints; None: `max_checkpoints` times one state. Never more than `host_bytes`."""
+    host_bytes: int | str | None = None
+    """Host memory for everything; None: the smaller of 8 GiB and a quarter of what the process may use."""
+
+    def __post_init__(self) -> None:
+        checked = _check_int("max_checkpoints", self.max_checkpoints, 0)
+        object.__setattr__(self, "max_checkpoints", checked)
+        for field in ("checkpoint_bytes", "host_bytes"):
+            value = getattr(self, field)
+            if value is not None:  # words become numbers, so that equal limits are equal
+                object.__setattr__(self, field, _check_bytes(field, value))
+
+    def resolve(self, state_bytes: int, machine_bytes: int) -> CacheBudget:
+        """The limits in numbers.
+
+        Args:
+            state_bytes: what one checkpoint occupies, rounding included (`store.host.region_bytes`).
+            machine_bytes: what the process may use (`store.machine.memory_bytes`).
+        """
+        host_bytes = min(DEFAULT_HOST_BYTES, machine_bytes // 4)
+        if self.host_bytes is not None:
+            host_bytes = _check_bytes("host_bytes", self.host_bytes)
+        checkpoint_bytes = self.max_checkpoints * state_bytes
+        if self.checkpoint_bytes is not None and self.max_checkpoints:
+            checkpoint_bytes = _check_bytes("checkpoint_bytes", self.checkpoint_bytes)
+        return CacheBudget(self.max_checkpoints, min(checkpoint_bytes, host_bytes), host_bytes)
 
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")

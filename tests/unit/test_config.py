@@ -1,12 +1,13 @@
-"""Settings checked against each other, sizes in words, layouts compared."""
+"""Settings checked against each other, sizes in words, budgets, layouts compared."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pyllamacache.config import EngineSettings, Layout, resolve_flash_attention
+from pyllamacache.config import CacheBudget, CacheConfig, EngineSettings, Layout, resolve_flash_attention
 from pyllamacache.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -94,6 +95,89 @@ def test_auto_flash_attention_is_off_on_the_cpu_where_it_can_be(changed: dict[st
     facts.update(changed)
     choice = facts.pop("choice", "auto")
     assert resolve_flash_attention(choice, **facts) == expected
+
+
+# ---- the cache's budget ----------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+STATE = 150 << 20
+
+
+@pytest.mark.parametrize(
+    ("words", "n_bytes"),
+    [
+        (0, 0),
+        (123, 123),
+        (np.int64(7), 7),
+        ("0 B", 0),
+        ("17b", 17),
+        ("1KB", 1000),
+        ("1 KiB", 1024),
+        ("512MiB", 512 << 20),
+        ("2GiB", 2 * GIB),
+        (" 2 gib ", 2 * GIB),
+        ("1.5 GB", 1_500_000_000),
+        ("0.1 KiB", 102),
+        ("0.000000001 GB", 1),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes_may_be_words(words: Any, n_bytes: int) -> None:
+    config = CacheConfig(checkpoint_bytes=words, host_bytes=words)
+    assert (config.checkpoint_bytes, config.host_bytes) == (n_bytes, n_bytes)
+    assert config == CacheConfig(checkpoint_bytes=n_bytes, host_bytes=n_bytes)
+    assert type(config.host_bytes) is int
+
+
+@pytest.mark.parametrize("field", ["checkpoint_bytes", "host_bytes"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1, 1.5, True, float("inf"), b"1GB", (1,), (1 << 60) + 1, "", "12", "GiB", "-1 GB", "1e3 MB", "1,5 GB", "1 XB",
+        "1 i", "1 ib", "1 Gi", "1  GB", "1 GB\n1", ".5 GB", "5. GB", "\u0661 GB", "9999999 TiB", "1" * 5000 + " B",
+    ],
+)  # fmt: skip
+def test_a_size_that_is_none_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="2GiB") as caught:
+        CacheConfig(**{field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 1.0, "32", None, True])
+def test_a_number_of_checkpoints_that_is_none_is_named(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig(max_checkpoints=value)
+    assert (caught.value.field, caught.value.value) == ("max_checkpoints", value)
+
+
+@pytest.mark.parametrize(
+    ("config", "machine_bytes", "expected"),
+    [
+        (CacheConfig(), 64 * GIB, CacheBudget(32, 32 * STATE, 8 * GIB)),
+        (CacheConfig(), 8 * GIB, CacheBudget(32, 2 * GIB, 2 * GIB)),
+        (CacheConfig(max_checkpoints=4), 8 * GIB, CacheBudget(4, 4 * STATE, 2 * GIB)),
+        (CacheConfig(max_checkpoints=0), 8 * GIB, CacheBudget(0, 0, 2 * GIB)),
+        (CacheConfig(max_checkpoints=0, checkpoint_bytes="1GiB"), 8 * GIB, CacheBudget(0, 0, 2 * GIB)),
+        (CacheConfig(checkpoint_bytes="1GiB"), 64 * GIB, CacheBudget(32, GIB, 8 * GIB)),
+        (CacheConfig(checkpoint_bytes=0), 64 * GIB, CacheBudget(32, 0, 8 * GIB)),
+        (CacheConfig(checkpoint_bytes="9GiB"), 64 * GIB, CacheBudget(32, 8 * GIB, 8 * GIB)),
+        (CacheConfig(host_bytes="100 MiB"), 64 * GIB, CacheBudget(32, 100 << 20, 100 << 20)),
+        (CacheConfig(host_bytes="20 GiB"), 8 * GIB, CacheBudget(32, 32 * STATE, 20 * GIB)),
+        (CacheConfig(host_bytes=0), 8 * GIB, CacheBudget(32, 0, 0)),
+    ],
+    ids=range(11),
+)
+def test_a_budget_follows_the_state_and_the_machine(
+    config: CacheConfig, machine_bytes: int, expected: CacheBudget
+) -> None:
+    assert config.resolve(STATE, machine_bytes) == expected
+
+
+def test_a_model_without_a_state_has_no_budget_for_checkpoints() -> None:
+    assert CacheConfig().resolve(0, 8 * GIB).checkpoint_bytes == 0
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------
 
 
 def test_layouts_name_every_field_in_which_they_differ() -> None:
