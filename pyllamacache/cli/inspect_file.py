@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CacheCorruptError, ConfigError
@@ -127,6 +128,7 @@ def _slot_values(header: SlotHeader) -> dict[str, Any]:
         "exact_tokens": header.exact_tokens,
         "state_bytes": header.state_bytes,
         "extra_bytes": dict(header.extra_bytes),
+        "checkpoints": [asdict(each) for each in header.checkpoints],
         "n_ctx": header.n_ctx,
         "namespace": header.namespace,
         "fingerprint": header.fingerprint,
@@ -148,8 +150,14 @@ def _slot_facts(header: SlotHeader) -> dict[str, str]:
     }
     if header.exact_tokens:
         facts["exact tokens"] = f"{header.exact_tokens:,}"
-    if header.extra_bytes:
-        facts["extras"] = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in header.extra_bytes.items())
+    known = {each.name for each in header.checkpoints}
+    extras = {name: n_bytes for name, n_bytes in header.extra_bytes.items() if name not in known}
+    if extras:
+        facts["extras"] = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in extras.items())
+    if header.checkpoints:
+        total = sum(each.size_bytes for each in header.checkpoints)
+        facts["checkpoints"] = f"{len(header.checkpoints):,}, together {size(total)}"
+        facts |= {f"  {each.position:,}": f"{each.kind}, {size(each.size_bytes)}" for each in header.checkpoints}
     return facts | {"layout": ""} | layout
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import Layout
 from ..errors import CacheCorruptError, CacheMismatchError
+from .slot_checkpoints import CheckpointPlace, places
 
 FORMAT_VERSION = 1
 """Raised with every change of names or meaning, a new field of `Layout` included."""
@@ -43,6 +44,8 @@ class SlotHeader:
     extra_bytes: Mapping[str, int]
     intact: bool | None = None
     """Whether every tensor's checksum holds; None: not looked at."""
+    checkpoints: tuple[CheckpointPlace, ...] = ()
+    """Those among the extras, by position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,10 @@ class TensorPlace:
 
 
 def encode(header: SlotHeader, tensors: Sequence[TensorPlace]) -> bytes:
-    """The bytes before the tensors. `tensors` count from 0; `size_bytes` and `intact` of the header are not stored."""
+    """The bytes before the tensors, whose places count from 0.
+
+    Of `header`, what follows from `tensors` or from reading is not stored: `size_bytes`, `intact`, the extras.
+    """
     metadata = {
         "format": _FORMAT,
         "format_version": str(header.format_version),
@@ -162,17 +168,20 @@ def _item(place: object, name: str, index: int) -> int:
 
 
 def _decode_values(values: _Values, version: int, tensors: Sequence[TensorPlace], where: str) -> SlotHeader:
+    extra_bytes = {tensor.name: tensor.size_bytes for tensor in tensors[len(_TENSORS) :]}
+    n_tokens = values.count("n_tokens")
     header = SlotHeader(
         format_version=version,
         size_bytes=tensors[-1].end,
-        n_tokens=values.count("n_tokens"),
+        n_tokens=n_tokens,
         state_bytes=values.count("state_bytes"),
         exact_tokens=values.count("exact_tokens"),
         namespace=values.text("namespace"),
         fingerprint=values.text("fingerprint"),
         layout=values.layout(),
         n_ctx=values.count("n_ctx"),
-        extra_bytes={tensor.name: tensor.size_bytes for tensor in tensors[len(_TENSORS) :]},
+        extra_bytes=extra_bytes,
+        checkpoints=places(extra_bytes, n_tokens, where),
     )
     sizes = (4 * header.n_tokens, header.state_bytes)
     if sizes != (tensors[0].size_bytes, tensors[1].size_bytes) or header.exact_tokens > header.n_tokens:

@@ -2,7 +2,8 @@
 
     8 bytes  length of the header, little-endian
     header   JSON, padded with spaces (slot_header.py)
-    data     token_ids (I32), state (U8), extras (U8), without gaps up to the end of the file
+    data     token_ids (I32), state (U8), extras (U8), without gaps up to the end of the file;
+             checkpoints are extras (slot_checkpoints.py)
 
 Knows nothing of engines: whether a sound file fits one is asked with `check_fits`.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -25,7 +26,9 @@ from ..errors import (
     CacheMismatchError,
     InternalError,
 )
+from . import slot_checkpoints
 from .atomic import open_regular, replace_file
+from .slot_checkpoints import CheckpointPlace, StoredCheckpoint
 from .slot_header import (
     FORMAT_VERSION,
     MAX_HEADER_BYTES,
@@ -47,9 +50,21 @@ if TYPE_CHECKING:
     # way. `array.data` as an argument is fine.
     Blob = bytes | bytearray | Bytes
 
-__all__ = ["FORMAT_VERSION", "Extra", "SlotHeader", "SlotRecord", "check_fits", "read", "read_header", "write"]
+__all__ = [
+    "FORMAT_VERSION",
+    "CheckpointPlace",
+    "Extra",
+    "SlotHeader",
+    "SlotRecord",
+    "StoredCheckpoint",
+    "check_fits",
+    "checkpoint_extras",
+    "read",
+    "read_header",
+    "write",
+]
 
-KNOWN_EXTRAS: frozenset[str] = frozenset()
+KNOWN_EXTRAS = frozenset({slot_checkpoints.EXTRA_KIND})
 """Kinds of extra tensors this version understands: the part of their name before the first dot."""
 
 _CHUNK_BYTES = 1 << 20
@@ -88,6 +103,23 @@ class SlotRecord:
     def n_tokens(self) -> int:
         return len(self.ids)
 
+    @property
+    def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
+        """The checkpoints among the extras, by position; their data is the extras' own."""
+        sizes = dict.fromkeys(self.extras, 0)
+        found = slot_checkpoints.places(sizes, self.n_tokens, "a slot record")
+        return tuple(StoredCheckpoint(each.position, each.kind, self.extras[each.name].data) for each in found)
+
+
+def checkpoint_extras(checkpoints: Iterable[StoredCheckpoint], *, n_tokens: int) -> dict[str, Extra]:
+    """Checkpoints of a sequence of `n_tokens` as extras of its record, by position and without a copy.
+
+    Raises:
+        InternalError: a position is not in 1 to `n_tokens` or is there twice, or a kind is not letters and underscores.
+    """
+    named = slot_checkpoints.names(checkpoints, n_tokens)
+    return {name: Extra(each.data) for name, each in named.items()}
+
 
 def write(path: str | os.PathLike[str], record: SlotRecord) -> int:
     """Replace the file at `path` by `record`.
@@ -106,8 +138,18 @@ def write(path: str | os.PathLike[str], record: SlotRecord) -> int:
         return replace_file(where, [head, *views.values()])
 
 
-def read(path: str | os.PathLike[str], *, max_tokens: int) -> SlotRecord:
+def read(
+    path: str | os.PathLike[str],
+    *,
+    max_tokens: int,
+    room_for: Callable[[CheckpointPlace], Bytes | None] | None = None,
+) -> SlotRecord:
     """The record at `path`, exactly as it was written. Nothing is allocated before all sizes are checked.
+
+    Args:
+        room_for: gives the memory for a checkpoint, exactly its `size_bytes`, flat and writable; None leaves that one
+            out, unread. It is asked from the last position down, after everything else was read. When an error is
+            raised, what was in that memory is undefined. Without it each checkpoint gets memory of its own.
 
     Raises:
         CacheFileError: it cannot be opened or read, or is a link, a folder or a device.
@@ -120,7 +162,7 @@ def read(path: str | os.PathLike[str], *, max_tokens: int) -> SlotRecord:
         if header.n_tokens > max_tokens:
             raise CacheMismatchError(where, "n_tokens", f"at most {max_tokens}", header.n_tokens)
         _refuse_unknown(tensors, where)
-        views = {tensor.name: _load(fd, tensor, where) for tensor in tensors}
+        views = _load_all(fd, tensors, header.checkpoints, room_for, where)
     ids = views["token_ids"].view("<i4").astype(np.int32, copy=False)
     ids.setflags(write=False)
     return SlotRecord(
@@ -131,7 +173,7 @@ def read(path: str | os.PathLike[str], *, max_tokens: int) -> SlotRecord:
         fingerprint=header.fingerprint,
         layout=header.layout,
         n_ctx=header.n_ctx,
-        extras={tensor.name: Extra(views[tensor.name], tensor.required) for tensor in tensors[2:]},
+        extras={each.name: Extra(views[each.name], each.required) for each in tensors[2:] if each.name in views},
     )
 
 
@@ -173,6 +215,10 @@ def _views(record: SlotRecord) -> dict[str, Bytes]:
         if name in views or not _EXTRA_NAME.fullmatch(name):
             raise InternalError(f"a slot record with an extra tensor named {name!r}")
         views[name] = _flat(extra.data)
+    try:
+        slot_checkpoints.places(dict.fromkeys(record.extras, 0), record.n_tokens, "a slot record")
+    except CacheCorruptError as error:
+        raise InternalError(f"a slot record that could not be read: {error.what}") from None
     return views
 
 
@@ -213,12 +259,35 @@ def _refuse_unknown(tensors: list[TensorPlace], where: str) -> None:
             raise CacheMismatchError(where, f"tensor {tensor.name}", "not needed", "needed to use the file")
 
 
-def _load(fd: int, tensor: TensorPlace, where: str) -> Bytes:
+def _load_all(
+    fd: int,
+    tensors: list[TensorPlace],
+    checkpoints: tuple[CheckpointPlace, ...],
+    room_for: Callable[[CheckpointPlace], Bytes | None] | None,
+    where: str,
+) -> dict[str, Bytes]:
+    apart = set() if room_for is None else {each.name for each in checkpoints}
+    views = {each.name: _load(fd, each, _new(each, where), where) for each in tensors if each.name not in apart}
+    if room_for is not None:
+        by_name = {each.name: each for each in tensors}
+        for place in reversed(checkpoints):
+            view = room_for(place)
+            if view is not None:
+                views[place.name] = _load(fd, by_name[place.name], view, where)
+    return views
+
+
+def _new(tensor: TensorPlace, where: str) -> Bytes:
     # np.empty costs a pass over the memory less than bytearray, which zeroes it first.
     try:
-        view = np.empty(tensor.size_bytes, dtype=np.uint8)
+        return np.empty(tensor.size_bytes, dtype=np.uint8)
     except MemoryError:
         raise CacheFileError(where, "read", f"no memory for the {tensor.size_bytes} bytes of {tensor.name}") from None
+
+
+def _load(fd: int, tensor: TensorPlace, view: Bytes, where: str) -> Bytes:
+    if view.nbytes != tensor.size_bytes:
+        raise InternalError(f"{view.nbytes} bytes of memory for the {tensor.size_bytes} of {tensor.name}")
     checksum = hashlib.sha256()
     done = 0
     while done < len(view):

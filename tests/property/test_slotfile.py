@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyllamacache.config import Layout
 from pyllamacache.errors import CacheCorruptError, CacheMismatchError
 from pyllamacache.store import slotfile
-from pyllamacache.store.slotfile import Extra, SlotRecord
+from pyllamacache.store.slotfile import Extra, SlotRecord, StoredCheckpoint, checkpoint_extras
 
 short_text = st.text(max_size=20)
 counts = st.integers(0, 2**31)
@@ -41,6 +41,15 @@ extras = st.dictionaries(st.from_regex(r"note(\.[a-z0-9_]{1,5}){0,2}", fullmatch
 
 
 @st.composite
+def checkpoints(draw: st.DrawFn, n_tokens: int) -> dict[str, Extra]:
+    positions = draw(st.lists(st.integers(1, n_tokens), unique=True, max_size=4)) if n_tokens else []
+    kinds = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+    return checkpoint_extras(
+        [StoredCheckpoint(each, draw(kinds), draw(blobs)) for each in positions], n_tokens=n_tokens
+    )
+
+
+@st.composite
 def records(draw: st.DrawFn) -> SlotRecord:
     ids = np.array(draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30)), dtype=np.int32)
     return SlotRecord(
@@ -51,7 +60,7 @@ def records(draw: st.DrawFn) -> SlotRecord:
         fingerprint=draw(short_text),
         layout=draw(layouts),
         n_ctx=draw(counts),
-        extras=draw(extras),
+        extras=draw(extras) | draw(checkpoints(len(ids))),
     )
 
 
@@ -75,6 +84,8 @@ def test_round_trip(path: Path, record: SlotRecord) -> None:
     header = slotfile.read_header(path, verify=True)
     assert header.intact
     assert header.layout == record.layout
+    positions = [each.position for each in record.checkpoints]
+    assert positions == sorted(positions) == [each.position for each in header.checkpoints]
 
 
 @settings(deadline=None)

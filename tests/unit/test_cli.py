@@ -20,6 +20,7 @@ from pyllamacache.config import Layout
 from pyllamacache.errors import CpuUnsupportedError, InternalError, ModelNotFoundError
 from pyllamacache.request import Reason
 from pyllamacache.store import slotfile
+from pyllamacache.store.slotfile import Extra, SlotRecord, StoredCheckpoint
 from tests.fakes.gguf_file import F32, STRING, U16, small_model
 
 HERE = Path(__file__).resolve().parent
@@ -242,6 +243,21 @@ def test_a_slot_file_is_described_as_json(command: Any, slot_file: Path) -> None
     assert described["n_tokens"] == 4
     assert described["layout"] == LAYOUT.to_dict()
     assert "token_ids" not in described
+
+
+def test_checkpoints_in_a_slot_file_are_listed(command: Any, tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    kept = [StoredCheckpoint(4, "end", bytes(2048)), StoredCheckpoint(2, "branch", bytes(3))]
+    extras = {"note": Extra(b"abc"), **slotfile.checkpoint_extras(kept, n_tokens=4)}
+    slotfile.write(path, SlotRecord(np.array(IDS, np.int32), b"state", 4, "", "f" * 64, LAYOUT, 4096, extras))
+    lines = [line.split(maxsplit=1) for line in command("inspect", path).out.splitlines()]
+    start = lines.index(["checkpoints", "2, together 2.0 KiB"])
+    assert lines[start + 1 : start + 3] == [["2", "branch, 3 bytes"], ["4", "end, 2.0 KiB"]]
+    assert ["extras", "note 3 bytes"] in lines
+    assert command("inspect", path, "--json").json["checkpoints"] == [
+        {"position": 2, "kind": "branch", "size_bytes": 3},
+        {"position": 4, "kind": "end", "size_bytes": 2048},
+    ]
 
 
 def test_ids_are_shown_when_asked_for(command: Any, slot_file: Path) -> None:

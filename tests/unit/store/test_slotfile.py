@@ -19,7 +19,7 @@ from safetensors import safe_open
 from pyllamacache.config import Layout
 from pyllamacache.errors import CacheCorruptError, CacheDataError, CacheFileError, CacheMismatchError, InternalError
 from pyllamacache.store import slot_header, slotfile
-from pyllamacache.store.slotfile import Extra, SlotRecord
+from pyllamacache.store.slotfile import CheckpointPlace, Extra, SlotRecord, StoredCheckpoint
 
 LAYOUT = Layout(
     memory="full",
@@ -259,6 +259,129 @@ class TestDamage:
             slotfile.read(written, max_tokens=2**40)
 
 
+class TestCheckpoints:
+    CHECKPOINTS = (
+        StoredCheckpoint(7, "end", b"seven"),
+        StoredCheckpoint(2, "branch", b""),
+        StoredCheckpoint(3, "a_b", b"3"),
+    )
+    PLACES = (CheckpointPlace(2, "branch", 0), CheckpointPlace(3, "a_b", 1), CheckpointPlace(7, "end", 5))
+
+    @pytest.fixture
+    def with_checkpoints(self, path: Path) -> Path:
+        extras = slotfile.checkpoint_extras(self.CHECKPOINTS, n_tokens=7)
+        slotfile.write(path, make_record(extras={"note": Extra(b"abc"), **extras}))
+        return path
+
+    def test_they_come_back_by_position(self, with_checkpoints: Path) -> None:
+        record = slotfile.read(with_checkpoints, max_tokens=10)
+        found = [(each.position, each.kind, bytes(each.data)) for each in record.checkpoints]
+        assert found == [(2, "branch", b""), (3, "a_b", b"3"), (7, "end", b"seven")]
+        assert bytes(record.extras["note"].data) == b"abc"
+        assert slotfile.read_header(with_checkpoints).checkpoints == self.PLACES
+
+    def test_a_file_without_them_is_as_before(self, written: Path) -> None:
+        assert slotfile.read(written, max_tokens=10).checkpoints == ()
+        assert slotfile.read_header(written).checkpoints == ()
+
+    def test_a_reader_that_does_not_know_them_can_do_without(
+        self, with_checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(slotfile, "KNOWN_EXTRAS", frozenset())
+        assert slotfile.read(with_checkpoints, max_tokens=10).n_tokens == 7
+
+    def test_states_are_not_copied(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = np.arange(50, dtype=np.uint8)
+        extras = slotfile.checkpoint_extras([StoredCheckpoint(1, "end", data)], n_tokens=7)
+        assert make_record(extras=extras).checkpoints[0].data is data
+        written: list[Any] = []
+
+        def replace_file(where: str, pieces: list[Any]) -> int:
+            written.extend(pieces)
+            return 0
+
+        monkeypatch.setattr(slotfile, "replace_file", replace_file)
+        slotfile.write(path, make_record(extras=extras))
+        assert any(isinstance(piece, np.ndarray) and np.shares_memory(piece, data) for piece in written)
+
+    def test_every_flipped_byte_is_refused(self, with_checkpoints: Path) -> None:
+        good = with_checkpoints.read_bytes()
+        before = facts(slotfile.read(with_checkpoints, max_tokens=10))
+        with open(with_checkpoints, "r+b", buffering=0) as file:
+            for position, byte in enumerate(good):
+                os.pwrite(file.fileno(), bytes([byte ^ (1 << position % 8)]), position)
+                with pytest.raises((CacheCorruptError, CacheMismatchError)):
+                    slotfile.read(with_checkpoints, max_tokens=10)
+                os.pwrite(file.fileno(), bytes([byte]), position)
+        assert facts(slotfile.read(with_checkpoints, max_tokens=10)) == before
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "checkpoint", "checkpoint.3", "checkpoint.0.end", "checkpoint.8.end", "checkpoint.03.end",
+            "checkpoint.-1.end", "checkpoint.3.end.more", "checkpoint.3.End", "checkpoint.3.", "checkpoint.3.e1",
+            "checkpoint.3.branch", "checkpoint.\u0663.end", "checkpoint.99999999999999999999.end",
+        ],
+    )  # fmt: skip
+    def test_a_signed_header_with_names_that_lie_is_refused(
+        self, with_checkpoints: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def rename(header: dict[str, Any]) -> None:
+            places, values = dict(header), header["__metadata__"]
+            header.clear()
+            header.update({name if key == "checkpoint.7.end" else key: value for key, value in places.items()})
+            values[f"sha256.{name}"] = values.pop("sha256.checkpoint.7.end")
+
+        resign(with_checkpoints, rename)
+        monkeypatch.setattr(np, "empty", None)  # it is refused before anything is allocated
+        with pytest.raises(CacheCorruptError, match="checkpoint"):
+            slotfile.read(with_checkpoints, max_tokens=10)
+        with pytest.raises(CacheCorruptError, match="checkpoint"):
+            slotfile.read_header(with_checkpoints)
+
+    @pytest.mark.parametrize(
+        "checkpoints",
+        [
+            [StoredCheckpoint(0, "end", b"")],
+            [StoredCheckpoint(8, "end", b"")],
+            [StoredCheckpoint(-1, "end", b"")],
+            [StoredCheckpoint(1, "", b"")],
+            [StoredCheckpoint(1, "End", b"")],
+            [StoredCheckpoint(1, "a.b", b"")],
+            [StoredCheckpoint(1, "end", b""), StoredCheckpoint(1, "end", b"")],
+            [StoredCheckpoint(1, "end", b""), StoredCheckpoint(1, "branch", b"")],
+        ],
+        ids=range(8),
+    )
+    def test_what_could_not_be_read_is_not_written(self, path: Path, checkpoints: list[StoredCheckpoint]) -> None:
+        with pytest.raises(InternalError):
+            slotfile.checkpoint_extras(checkpoints, n_tokens=7)
+        with pytest.raises(InternalError):
+            slotfile.write(path, make_record(extras={"checkpoint.8.end": Extra(b"")}))
+        assert not path.exists()
+
+    def test_the_caller_says_where_they_go(self, with_checkpoints: Path) -> None:
+        asked: list[CheckpointPlace] = []
+        memory = np.zeros(100, dtype=np.uint8)
+
+        def room_for(place: CheckpointPlace) -> Any:
+            asked.append(place)
+            return None if place.position == 3 else memory[: place.size_bytes]
+
+        record = slotfile.read(with_checkpoints, max_tokens=10, room_for=room_for)
+        assert asked == list(reversed(self.PLACES))
+        assert [each.position for each in record.checkpoints] == [2, 7]
+        assert np.shares_memory(np.asarray(record.checkpoints[1].data), memory)
+        assert memory[:6].tobytes() == b"seven\0"
+
+    def test_memory_of_another_size_is_our_bug(self, with_checkpoints: Path) -> None:
+        with pytest.raises(InternalError):
+            slotfile.read(with_checkpoints, max_tokens=10, room_for=lambda place: np.zeros(99, dtype=np.uint8))
+
+    def test_nothing_of_a_state_is_in_a_repr(self) -> None:
+        assert "seven" not in repr(self.CHECKPOINTS[0])
+
+
 class TestMismatch:
     def test_more_tokens_than_asked_for_are_not_loaded(self, written: Path) -> None:
         assert slotfile.read(written, max_tokens=7).n_tokens == 7
@@ -273,11 +396,11 @@ class TestMismatch:
         assert (caught.value.field, caught.value.found) == ("format_version", 2)
 
     def test_required_extras_of_an_unknown_kind_are_refused_but_shown(self, path: Path) -> None:
-        slotfile.write(path, make_record(extras={"checkpoint.3": Extra(b"abc", required=True)}))
+        slotfile.write(path, make_record(extras={"sidecar.3": Extra(b"abc", required=True)}))
         with pytest.raises(CacheMismatchError) as caught:
             slotfile.read(path, max_tokens=10)
-        assert caught.value.field == "tensor checkpoint.3"
-        assert slotfile.read_header(path).extra_bytes == {"checkpoint.3": 3}
+        assert caught.value.field == "tensor sidecar.3"
+        assert slotfile.read_header(path).extra_bytes == {"sidecar.3": 3}
 
     @pytest.mark.parametrize("change", [lambda m: m.pop("layout.rope"), lambda m: m.update({"layout.new": "x"})])
     def test_another_set_of_layout_fields_is_another_layout(self, written: Path, change: Any) -> None:
