@@ -1,0 +1,145 @@
+"""Captures of sequence states against synchronous reads, while decoding goes on: on a device, and under sanitizers.
+
+The driver replays one schedule of decode calls; it exits with a message at the first byte that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device.builds import ADDRESS, THREAD_VULKAN, VULKAN, Flavour, lavapipe_environment, thread_flavour
+from tests.models import HybridSpec, RecurrentSpec, SlidingSpec, TinySpec
+
+# A fixture may compile llama.cpp and its shaders first.
+pytestmark = pytest.mark.timeout(2400)
+
+MODELS: dict[str, TinySpec] = {
+    "hybrid": HybridSpec(),
+    "sliding": SlidingSpec(),
+    "recurrent": RecurrentSpec(),
+    # A state of several megabytes: read in chunks, and long enough in flight to cancel.
+    "large": HybridSpec(n_layer=8, full_every=4, value_heads=16, key_heads=4, state_size=128),
+}
+
+# Model, type of the cache, flash attention, layers on the device. Without flash attention a window's values lie
+# transposed: one piece per value. Quantized values need flash attention.
+CASES = [
+    ("hybrid", "f16", 0, 99),
+    ("hybrid", "f32", 0, 2),
+    ("hybrid", "q8_0", 1, 99),
+    ("sliding", "f32", 0, 99),
+    ("sliding", "f16", 0, 2),
+    ("sliding", "q8_0", 1, 99),
+    ("recurrent", "f16", 0, 99),
+    ("large", "f16", 0, 99),
+]
+
+SANITIZER_OPTIONS = {
+    "ASAN_OPTIONS": "exitcode=66:detect_leaks=0",  # Mesa's compiler keeps what it made
+    "TSAN_OPTIONS": "exitcode=66:halt_on_error=0",
+}
+
+
+def run(driver: Path, model: Path, *arguments: str, environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    """Run the driver; returns its JSON lines, or fails with what it said."""
+    seed = os.environ.get("PYLLAMACACHE_TEST_SEED", "1")
+    command = [str(driver), str(model), "--seed", seed, *arguments]
+    result = subprocess.run(
+        command,
+        env=os.environ | SANITIZER_OPTIONS | (environment or {}),
+        capture_output=True, text=True, check=False, timeout=1200,
+    )  # fmt: skip
+    if result.returncode != 0:
+        said = f"{result.stdout[-2000:]}\n{result.stderr[:6000]}"
+        pytest.fail(f"exit status {result.returncode}, seed {seed}: {' '.join(command[2:])}\n{said}", pytrace=False)
+    sys.stdout.write(result.stdout)
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def arguments(mode: str, case: tuple[str, str, int, int]) -> list[str]:
+    _, kv_type, flash, layers = case
+    return ["--device", "gpu", "--mode", mode, "--type", kv_type, "--flash", str(flash), "--layers", str(layers)]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mode", ["snapshot", "staging"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_device_captures_equal_synchronous_reads(
+    driver: Callable[[Flavour], Path],
+    tiny_path: Callable[[TinySpec], Path],
+    mode: str,
+    case: tuple[str, str, int, int],
+) -> None:
+    lines = run(driver(VULKAN), tiny_path(MODELS[case[0]]), *arguments(mode, case), environment=lavapipe_environment())
+    equal = [line for line in lines if line["check"] == "equal"]
+    assert lines[-1]["check"] == "end"
+    assert sum(line["in_flight"] for line in equal) > 0, "no capture was in flight when begin returned"
+    assert sum(line["two_in_flight"] for line in equal) > 0, "never were two captures in flight"
+    assert equal[1]["cancelled"] > 0
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mode", ["sync", "host"])
+def test_host_captures_in_a_build_with_a_device(
+    driver: Callable[[Flavour], Path], tiny_path: Callable[[TinySpec], Path], mode: str
+) -> None:
+    lines = run(
+        driver(VULKAN),
+        tiny_path(MODELS["hybrid"]),
+        "--device", "cpu", "--mode", mode,
+        environment=lavapipe_environment(),
+    )  # fmt: skip
+    assert {line["in_flight"] for line in lines if line["check"] == "equal"} == {0}
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mode", ["snapshot", "staging"])
+def test_begin_does_not_wait_for_queued_work(
+    driver: Callable[[Flavour], Path], tiny_path: Callable[[TinySpec], Path], mode: str
+) -> None:
+    case = ("large", "f16", 0, 99)
+    program, model = driver(VULKAN), tiny_path(MODELS["large"])
+    [times] = run(program, model, "--bench", *arguments(mode, case), environment=lavapipe_environment())
+    # A hundredth where nothing else runs; other programs on the same cores slow a short call more than a long one.
+    assert times["begin_ms"] < times["sync_read_ms"] / 20
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("flavour", [lambda: ADDRESS, thread_flavour], ids=["address", "thread"])
+@pytest.mark.parametrize("kind", ["hybrid", "sliding", "recurrent"])
+def test_host_captures_under_a_sanitizer(
+    driver: Callable[[Flavour], Path],
+    tiny_path: Callable[[TinySpec], Path],
+    flavour: Callable[[], Flavour],
+    kind: str,
+) -> None:
+    run(driver(flavour()), tiny_path(MODELS[kind]), "--device", "cpu", "--captures", "16")
+
+
+@pytest.mark.sanitizer
+@pytest.mark.device
+@pytest.mark.parametrize("mode", ["snapshot", "staging"])
+@pytest.mark.parametrize("case", [("hybrid", "f16", 0, 99), ("sliding", "f16", 0, 2)], ids=lambda case: case[0])
+def test_device_captures_under_a_sanitizer(
+    driver: Callable[[Flavour], Path],
+    tiny_path: Callable[[TinySpec], Path],
+    mode: str,
+    case: tuple[str, str, int, int],
+) -> None:
+    program = driver(THREAD_VULKAN)
+    run(
+        program,
+        tiny_path(MODELS[case[0]]),
+        *arguments(mode, case),
+        "--captures",
+        "10",
+        environment=lavapipe_environment(),
+    )
