@@ -93,6 +93,8 @@ class Layout:
 
 
 DEFAULT_HOST_BYTES = 8 << 30
+UNKNOWN_HOST_BYTES = 1 << 30
+"""Where nothing says how much memory the process may use."""
 MAX_BYTES = 1 << 60
 
 _UNITS = {
@@ -139,7 +141,7 @@ class CacheConfig:
     max_checkpoints: int = 32
     """Checkpoints of all slots together; 0: none are taken."""
     checkpoint_bytes: int | str | None = None
-    """Host memory for checkpoints; None: `max_checkpoints` times one state. Never more than `host_bytes`."""
+    """Bytes of states; None: `max_checkpoints` of them, however large. Never more than `host_bytes`."""
     host_bytes: int | str | None = None
     """Host memory for everything; None: the smaller of 8 GiB and a quarter of what the process may use."""
 
@@ -151,20 +153,15 @@ class CacheConfig:
             if value is not None:  # words become numbers, so that equal limits are equal
                 object.__setattr__(self, field, _check_bytes(field, value))
 
-    def resolve(self, state_bytes: int, machine_bytes: int) -> CacheBudget:
-        """The limits in numbers.
-
-        Args:
-            state_bytes: what one checkpoint occupies, rounding included (`store.host.region_bytes`).
-            machine_bytes: what the process may use (`store.machine.memory_bytes`).
-        """
-        host_bytes = min(DEFAULT_HOST_BYTES, machine_bytes // 4)
+    def resolve(self, machine_bytes: int) -> CacheBudget:
+        """The limits in numbers. `machine_bytes` is what the process may use (`store.machine`), 0: unknown."""
+        host_bytes = min(DEFAULT_HOST_BYTES, machine_bytes // 4) if machine_bytes else UNKNOWN_HOST_BYTES
         if self.host_bytes is not None:
             host_bytes = _check_bytes("host_bytes", self.host_bytes)
-        checkpoint_bytes = self.max_checkpoints * state_bytes
-        if self.checkpoint_bytes is not None and self.max_checkpoints:
-            checkpoint_bytes = _check_bytes("checkpoint_bytes", self.checkpoint_bytes)
-        return CacheBudget(self.max_checkpoints, min(checkpoint_bytes, host_bytes), host_bytes)
+        checkpoint_bytes = host_bytes
+        if self.checkpoint_bytes is not None:
+            checkpoint_bytes = min(host_bytes, _check_bytes("checkpoint_bytes", self.checkpoint_bytes))
+        return CacheBudget(self.max_checkpoints, checkpoint_bytes, host_bytes)
 
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")

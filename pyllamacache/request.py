@@ -22,6 +22,13 @@ RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
 
 FinishReason = Literal["stop", "length", "cancelled"]
+CaptureMode = Literal["none", "host", "staging", "snapshot", "synchronous"]
+"""How states are captured.
+
+none: not yet, or never. host: copied where they lie, in host memory. staging: read from the device into pinned memory,
+in the order of its work. snapshot: copied on the device, and read from there beside its work. synchronous: the device
+cannot do either, and prefill waits.
+"""
 
 
 class Source(str, Enum):
@@ -33,6 +40,8 @@ class Source(str, Enum):
     """The slot that ran the request already held it."""
     SHARED = "shared"
     """Another slot, idle or busy, held it; its cells are now held by both."""
+    CHECKPOINT = "checkpoint"
+    """A stored state was put back, beside the KV cells of the slot or of another one where the model has such."""
 
     __str__ = str.__str__
 
@@ -46,8 +55,12 @@ class Reason(str, Enum):
     """Nothing that is held in this namespace starts like this prompt."""
     DIVERGED = "diverged"
     """What is held differs from the prompt at `position`; everything before it was reused."""
+    NO_CHECKPOINT = "no_checkpoint"
+    """The prompt leaves what is held at `position`; the state cannot go back there and no checkpoint lies there."""
+    EVICTED = "evicted"
+    """A checkpoint at `position` would have been used, but was given up for want of room."""
     NOT_REWINDABLE = "not_rewindable"
-    """The prompt leaves what is held at `position`, and this memory's state cannot go back there."""
+    """The prompt leaves what is held at `position`; this memory cannot go back, and no checkpoints are taken of it."""
     OFF_GRID = "off_grid"
     """Exact mode: only whole `n_ubatch` chunks of prompt tokens are reused; `position` is the last such boundary."""
     SLOT_BUSY = "slot_busy"
@@ -64,6 +77,32 @@ class Reason(str, Enum):
     """Running requests competed for KV cells; this one gave its own back and was prefilled again."""
 
     __str__ = str.__str__
+
+
+class CheckpointKind(str, Enum):
+    """Why a checkpoint was taken."""
+
+    BOUNDARY = "boundary"
+    """The caller asked for it."""
+    BRANCH = "branch"
+    """A prompt left a known prefix there."""
+    TAIL = "tail"
+    """A few tokens before the end of a prompt: where a reply is regenerated, or a template ends otherwise."""
+    END = "end"
+    """Where a request ended, with or without a reply."""
+    ANCHOR = "anchor"
+    """The last multiple of `n_ubatch` at least `n_ubatch` before the end of a prompt."""
+    PERIODIC = "periodic"
+    """Where a native call of prefill ended anyway, taken into bytes nothing else wanted."""
+    ROLLING = "rolling"
+    """Every so often during a reply; the last two are kept."""
+
+    __str__ = str.__str__
+
+    @property
+    def is_optional(self) -> bool:
+        """Second class: not worth a wait, a batch of its own or anything of the first class."""
+        return self in (CheckpointKind.PERIODIC, CheckpointKind.ROLLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +164,8 @@ class Request:
     slot: SlotId | None = None
     namespace: str = ""
     store: bool = True
+    boundaries: tuple[int, ...] = ()
+    """Ascending positions from 1 to len(prompt) - 1 at which the caller wants a checkpoint."""
     return_logits: bool = False
     generate: bool = True
     timeout_s: float | None = None

@@ -23,6 +23,9 @@ enum llama_rope_scaling_type { LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED = ..., LLAMA_
 enum llama_memory_kind { LLAMA_MEMORY_KIND_OTHER = ..., LLAMA_MEMORY_KIND_KV = ..., LLAMA_MEMORY_KIND_KV_WINDOW = ...,
                          LLAMA_MEMORY_KIND_HYBRID = ..., LLAMA_MEMORY_KIND_RECURRENT = ... };
 
+enum llama_capture_mode { LLAMA_CAPTURE_MODE_SYNC = ..., LLAMA_CAPTURE_MODE_HOST = ...,
+                          LLAMA_CAPTURE_MODE_STAGING = ..., LLAMA_CAPTURE_MODE_SNAPSHOT = ... };
+
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
 int32_t      llama_model_n_ctx_train(const struct llama_model * model);
 int32_t      llama_model_n_head(const struct llama_model * model);
@@ -52,6 +55,7 @@ void               ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * f
 
 /* ---- shim.h ---- */
 
+#define PLC_BUSY ...
 #define PLC_E_ARGUMENT ...
 #define PLC_E_POSITION ...
 
@@ -135,6 +139,24 @@ size_t  plc_state_size(struct plc_context * ctx, int32_t seq_id);
 size_t  plc_state_get(struct plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size);
 int32_t plc_state_set(struct plc_context * ctx, int32_t seq_id, const uint8_t * src, size_t size, int32_t n_tokens);
 
+size_t  plc_span_size(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end);
+size_t  plc_span_get(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, uint8_t * dst, size_t size);
+int32_t plc_span_append(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, const uint8_t * src,
+                        size_t size);
+int32_t plc_seq_resume(struct plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens,
+                       const uint8_t * src, size_t size);
+
+struct plc_capture;
+
+size_t  plc_capture_size(struct plc_context * ctx, int32_t seq_id);
+size_t  plc_capture_staging(const struct plc_context * ctx, size_t size);
+int32_t plc_capture_mode(const struct plc_context * ctx, int32_t seq_id);
+int32_t plc_capture_begin(struct plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size,
+                          struct plc_capture ** out);
+int32_t plc_capture_ready(struct plc_capture * capture);
+size_t  plc_capture_finish(struct plc_capture * capture);
+void    plc_capture_cancel(struct plc_capture * capture);
+
 struct plc_sampler_params {
     float    temperature;
     int32_t  top_k;
@@ -187,4 +209,7 @@ void plc_step(struct plc_context * ctx, const struct plc_feed * feeds, const int
 int32_t plc_test_part_rm(struct plc_context * ctx, int32_t part, int32_t seq_id, int32_t p0, int32_t p1);
 size_t  plc_test_state_get(struct plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size, uint32_t flags);
 size_t  plc_test_state_set(struct plc_context * ctx, int32_t seq_id, const uint8_t * src, size_t size, uint32_t flags);
+size_t  plc_test_state_file(struct plc_context * ctx, int32_t seq_id, const char * path, int32_t save);
+size_t  plc_test_all_get(struct plc_context * ctx, uint8_t * dst, size_t size);
+size_t  plc_test_all_set(struct plc_context * ctx, const uint8_t * src, size_t size);
 void    plc_test_fail_decode(struct plc_context * ctx, int32_t nth, int32_t code, int32_t after_decode);

@@ -21,13 +21,14 @@ from ..errors import (
 )
 from ..request import TokenLogprob
 from ..scheduler.backend import Group, Outcome, StepResult, Traits
+from .capture import NativeCapture
 from .library import collect_log, load, tune_log_level
 from .sampler import NativeSampler
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ..request import Ids, SamplingParams
+    from ..request import CaptureMode, Ids, SamplingParams
     from .model import NativeModel
 
 _FLASH_ATTENTION = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}
@@ -113,6 +114,7 @@ class NativeContext:
         self._token_array = np.frombuffer(ffi.buffer(self._tokens), dtype=np.int32)
         self._result = ffi.new("struct plc_step_result *")
         self._extent = ffi.new("struct plc_extent *")
+        self._capture = ffi.new("struct plc_capture **")
 
     def _read_traits(self, params: EngineSettings) -> Traits:
         lib = self._lib
@@ -220,6 +222,71 @@ class NativeContext:
         code = self._lib.plc_state_set(self._ctx, seq_id, source, len(source), n_tokens)
         if code:
             raise NativeError("llama_state_seq_set_data_ext", code, collect_log())
+
+    def state_bytes(self, seq_id: int) -> int:
+        size = int(self._lib.plc_capture_size(self._ctx, seq_id))
+        if not size:
+            raise NativeError("llama_state_seq_get_size_ext", 0, collect_log())
+        return size
+
+    def staging_bytes(self, n_bytes: int) -> int:
+        return int(self._lib.plc_capture_staging(self._ctx, n_bytes))
+
+    def capture_mode(self, seq_id: int) -> CaptureMode:
+        lib = self._lib
+        modes: dict[int, CaptureMode] = {
+            lib.LLAMA_CAPTURE_MODE_HOST: "host",
+            lib.LLAMA_CAPTURE_MODE_STAGING: "staging",
+            lib.LLAMA_CAPTURE_MODE_SNAPSHOT: "snapshot",
+        }
+        return modes.get(lib.plc_capture_mode(self._ctx, seq_id), "synchronous")
+
+    def begin_capture(self, seq_id: int, data: npt.NDArray[np.uint8]) -> NativeCapture | None:
+        code = self._lib.plc_capture_begin(
+            self._ctx, seq_id, self._ffi.from_buffer("uint8_t[]", data), len(data), self._capture
+        )
+        if code == self._lib.PLC_BUSY:
+            return None
+        if code:
+            raise NativeError("llama_state_capture_begin", code, collect_log())
+        return NativeCapture(self._lib, self._capture[0], data)
+
+    def resume(self, donor_id: int | None, seq_id: int, n_tokens: int, state: npt.NDArray[np.uint8]) -> None:
+        donor = -1 if donor_id is None else donor_id
+        source = self._ffi.from_buffer("uint8_t[]", state)
+        code = self._lib.plc_seq_resume(self._ctx, donor, seq_id, n_tokens, source, len(state))
+        if code:
+            raise NativeError("llama_state_seq_set_data_ext", code, collect_log())
+
+    def span_size(self, seq_id: int, start: int, end: int) -> int:
+        """Bytes of the span's cells [start, end). Raises NativeError where the sequence does not hold them all."""
+        size = int(self._lib.plc_span_size(self._ctx, seq_id, start, end))
+        if not size:
+            raise NativeError("llama_state_seq_range_size", 0, collect_log())
+        return size
+
+    def save_span(self, seq_id: int, start: int, end: int) -> npt.NDArray[np.uint8]:
+        """The span's cells [start, end); the bytes do not depend on the sequence. Raises NativeError."""
+        size = self.span_size(seq_id, start, end)
+        try:
+            data = np.empty(size, dtype=np.uint8)
+        except MemoryError:
+            raise NativeError("llama_state_seq_get_range", 0, f"no memory for {size} bytes") from None
+        written = self._lib.plc_span_get(self._ctx, seq_id, start, end, self._ffi.from_buffer("uint8_t[]", data), size)
+        if written != size:
+            raise NativeError("llama_state_seq_get_range", written, collect_log())
+        return data
+
+    def append_span(self, seq_id: int, start: int, end: int, data: bytes | bytearray | npt.NDArray[np.uint8]) -> None:
+        """Add saved cells to a sequence whose span ends at `start`; the state part stays as it is.
+
+        Raises:
+            NativeError: the bytes were refused; the sequence is what it was.
+        """
+        source = self._ffi.from_buffer("uint8_t[]", data)
+        code = self._lib.plc_span_append(self._ctx, seq_id, start, end, source, len(source))
+        if code:
+            raise NativeError("llama_state_seq_append_range", code, collect_log())
 
     # -- the step --
 

@@ -482,32 +482,156 @@ int32_t plc_state_set(plc_context * ctx, int32_t seq_id, const uint8_t * src, si
         return PLC_E_ARGUMENT;
     }
     return guarded<int32_t>("llama_state_seq_set_data_ext", PLC_E_LOST, [&]() -> int32_t {
-        // the reader empties its target before it knows whether the bytes are good
-        std::vector<uint8_t> before;
-        int32_t              n_before = 0;
-        const plc_extent     extent   = extent_of(ctx, seq_id);
-        n_before = std::max(extent.span_max, extent.state_max) + 1;
-        if (n_before > 0) {
-            before.resize(llama_state_seq_get_size_ext(ctx->ctx, seq_id, 0));
-            if (before.empty() ||
-                llama_state_seq_get_data_ext(ctx->ctx, before.data(), before.size(), seq_id, 0) != before.size()) {
-                return PLC_E_STATE;
-            }
-        }
-        llama_memory_seq_rm(ctx->mem, seq_id, -1, -1);
-        if (llama_state_seq_set_data_ext(ctx->ctx, src, size, seq_id, 0) == size && holds(ctx, seq_id, n_tokens)) {
+        const auto       is_expected = [&] { return holds(ctx, seq_id, n_tokens); };
+        const plc_extent before      = extent_of(ctx, seq_id);
+
+        const size_t n_read = llama_state_seq_set_data_if(
+            ctx->ctx, src, size, seq_id, 0, [](void * data) { return (*(decltype(is_expected) *) data)(); },
+            (void *) &is_expected);
+        if (n_read == size && n_read > 0) {
             return PLC_OK;
         }
-        llama_memory_seq_rm(ctx->mem, seq_id, -1, -1);
-        if (n_before > 0 &&
-            (llama_state_seq_set_data_ext(ctx->ctx, before.data(), before.size(), seq_id, 0) != before.size() ||
-             !holds(ctx, seq_id, n_before))) {
+        // some memory of the kind "other" cannot be put back
+        const plc_extent after = extent_of(ctx, seq_id);
+        if (std::memcmp(&before, &after, sizeof(before)) != 0) {
             llama_memory_seq_rm(ctx->mem, seq_id, -1, -1);
             return PLC_E_LOST;
         }
         return PLC_E_STATE;
     });
 }
+
+size_t plc_span_size(plc_context * ctx, int32_t seq_id, int32_t start, int32_t end) noexcept {
+    if (!ctx->has_seq(seq_id) || !ctx->span) {
+        return 0;
+    }
+    return guarded<size_t>("llama_state_seq_range_size", 0,
+                           [&] { return llama_state_seq_range_size(ctx->ctx, seq_id, start, end); });
+}
+
+size_t plc_span_get(plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, uint8_t * dst,
+                    size_t size) noexcept {
+    if (!ctx->has_seq(seq_id) || !ctx->span) {
+        return 0;
+    }
+    return guarded<size_t>("llama_state_seq_get_range", 0,
+                           [&] { return llama_state_seq_get_range(ctx->ctx, seq_id, start, end, dst, size); });
+}
+
+int32_t plc_span_append(plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, const uint8_t * src,
+                        size_t size) noexcept {
+    if (!ctx->has_seq(seq_id) || !ctx->span) {
+        return PLC_E_ARGUMENT;
+    }
+    return guarded<int32_t>("llama_state_seq_append_range", PLC_E_EXCEPTION, [&] {
+        const size_t n_read = llama_state_seq_append_range(ctx->ctx, seq_id, start, end, src, size);
+        return n_read == size && n_read > 0 ? PLC_OK : PLC_E_STATE;
+    });
+}
+
+// The other part of what is captured: the KV cells, which a donor shares.
+static bool take_span(plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens) {
+    const plc_extent donor = extent_of(ctx, donor_id);
+    if (donor.span_min != 0 || donor.span_max < n_tokens - 1) {
+        return false;
+    }
+    if (ctx->unified) {
+        llama_memory_seq_cp(ctx->span, donor_id, seq_id, 0, n_tokens);
+    } else {
+        // between streams only whole buffers can be copied
+        llama_memory_seq_cp(ctx->span, donor_id, seq_id, -1, -1);
+        llama_memory_seq_rm(ctx->span, seq_id, n_tokens, -1);
+    }
+    return true;
+}
+
+int32_t plc_seq_resume(plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens, const uint8_t * src,
+                       size_t size) noexcept {
+    const bool has_donor = donor_id >= 0;
+    if (!ctx->has_seq(seq_id) || (has_donor && !ctx->has_seq(donor_id)) || donor_id == seq_id || n_tokens < 1 ||
+        !ctx->state || (has_donor && !ctx->span)) {
+        return PLC_E_ARGUMENT;
+    }
+    return guarded<int32_t>("llama_state_seq_set_data_ext", PLC_E_LOST, [&]() -> int32_t {
+        const plc_extent before = extent_of(ctx, seq_id);
+        if (has_donor ? !holds(ctx, seq_id, 0) : ctx->span && before.span_max < n_tokens - 1) {
+            return PLC_E_POSITION;
+        }
+        // bytes of another position: whoever keeps them has mixed them up
+        const auto is_expected = [&] {
+            const plc_extent now = extent_of(ctx, seq_id);
+            return now.state_max == n_tokens - 1 && (ctx->kind != LLAMA_MEMORY_KIND_KV_WINDOW ||
+                                                     now.state_min <= std::max(0, n_tokens - ctx->n_swa + 1));
+        };
+        if (has_donor && !take_span(ctx, donor_id, seq_id, n_tokens)) {
+            return PLC_E_POSITION;
+        }
+        const size_t n_read = llama_state_seq_set_data_if(
+            ctx->ctx, src, size, seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY,
+            [](void * data) { return (*(decltype(is_expected) *) data)(); }, (void *) &is_expected);
+        if (n_read != size || n_read == 0) {
+            if (has_donor) {
+                llama_memory_seq_rm(ctx->span, seq_id, -1, -1);
+            }
+            return PLC_E_STATE;
+        }
+        if (!has_donor && ctx->span) {
+            llama_memory_seq_rm(ctx->span, seq_id, n_tokens, -1);
+        }
+        if (!holds(ctx, seq_id, n_tokens)) {
+            llama_memory_seq_rm(ctx->mem, seq_id, -1, -1);
+            return PLC_E_LOST;
+        }
+        return PLC_OK;
+    });
+}
+
+// ---- captures ----
+
+static llama_state_capture * capture_of(plc_capture * capture) {
+    return reinterpret_cast<llama_state_capture *>(capture);
+}
+
+size_t plc_capture_size(plc_context * ctx, int32_t seq_id) noexcept {
+    if (!ctx->has_seq(seq_id)) {
+        return 0;
+    }
+    return guarded<size_t>("llama_state_seq_get_size_ext", 0, [&] {
+        return llama_state_seq_get_size_ext(ctx->ctx, seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    });
+}
+
+size_t plc_capture_staging(const plc_context * ctx, size_t size) noexcept {
+    return llama_state_capture_staging_size(ctx->ctx, size);
+}
+
+int32_t plc_capture_mode(const plc_context * ctx, int32_t seq_id) noexcept {
+    return (int32_t) llama_state_capture_info(ctx->ctx, seq_id).mode;
+}
+
+int32_t plc_capture_begin(plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size, plc_capture ** out) noexcept {
+    *out = nullptr;
+    if (!ctx->has_seq(seq_id)) {
+        return PLC_E_ARGUMENT;
+    }
+    llama_state_capture * capture = nullptr;
+    switch (llama_state_capture_begin(ctx->ctx, seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY, dst, size, &capture)) {
+        case LLAMA_CAPTURE_OK:
+            *out = reinterpret_cast<plc_capture *>(capture);
+            return PLC_OK;
+        case LLAMA_CAPTURE_BUSY:
+            return PLC_BUSY;
+        case LLAMA_CAPTURE_FAILED:
+            break;
+    }
+    return PLC_E_STATE;
+}
+
+int32_t plc_capture_ready(plc_capture * capture) noexcept { return llama_state_capture_ready(capture_of(capture)); }
+
+size_t plc_capture_finish(plc_capture * capture) noexcept { return llama_state_capture_finish(capture_of(capture)); }
+
+void plc_capture_cancel(plc_capture * capture) noexcept { llama_state_capture_cancel(capture_of(capture)); }
 
 // ---- sampling ----
 
@@ -863,9 +987,6 @@ int32_t plc_test_part_rm(plc_context * ctx, int32_t part, int32_t seq_id, int32_
 }
 
 size_t plc_test_state_get(plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size, uint32_t flags) noexcept {
-    if (!ctx->has_seq(seq_id)) {
-        return 0;
-    }
     return guarded<size_t>("llama_state_seq_get_data_ext", 0, [&] {
         return dst ? llama_state_seq_get_data_ext(ctx->ctx, dst, size, seq_id, flags)
                    : llama_state_seq_get_size_ext(ctx->ctx, seq_id, flags);
@@ -873,11 +994,27 @@ size_t plc_test_state_get(plc_context * ctx, int32_t seq_id, uint8_t * dst, size
 }
 
 size_t plc_test_state_set(plc_context * ctx, int32_t seq_id, const uint8_t * src, size_t size, uint32_t flags) noexcept {
-    if (!ctx->has_seq(seq_id)) {
-        return 0;
-    }
     return guarded<size_t>("llama_state_seq_set_data_ext", 0,
                            [&] { return llama_state_seq_set_data_ext(ctx->ctx, src, size, seq_id, flags); });
+}
+
+size_t plc_test_state_file(plc_context * ctx, int32_t seq_id, const char * path, int32_t save) noexcept {
+    return guarded<size_t>("llama_state_seq_load_file", 0, [&] {
+        llama_token token    = 0;
+        size_t      n_tokens = 0;
+        return save ? llama_state_seq_save_file(ctx->ctx, path, seq_id, &token, 1)
+                    : llama_state_seq_load_file(ctx->ctx, path, seq_id, &token, 1, &n_tokens);
+    });
+}
+
+size_t plc_test_all_get(plc_context * ctx, uint8_t * dst, size_t size) noexcept {
+    return guarded<size_t>("llama_state_get_data", 0, [&] {
+        return dst ? llama_state_get_data(ctx->ctx, dst, size) : llama_state_get_size(ctx->ctx);
+    });
+}
+
+size_t plc_test_all_set(plc_context * ctx, const uint8_t * src, size_t size) noexcept {
+    return guarded<size_t>("llama_state_set_data", 0, [&] { return llama_state_set_data(ctx->ctx, src, size); });
 }
 
 void plc_test_fail_decode(plc_context * ctx, int32_t nth, int32_t code, int32_t after_decode) noexcept {

@@ -22,6 +22,7 @@ enum { PLC_MAX_TOP_LOGPROBS = 20 };
 // What our own checks return; llama_decode's codes pass through unchanged.
 enum plc_code {
     PLC_OK          = 0,
+    PLC_BUSY        = 1,    // as many captures are in flight as there can be
     PLC_E_EXCEPTION = -100, // a C++ exception; its text is in the log ring
     PLC_E_ARGUMENT  = -101, // a caller's mistake: a bug in this library
     PLC_E_POSITION  = -102, // a part of a sequence's memory does not end where the batch begins
@@ -126,6 +127,35 @@ PLC_API size_t  plc_state_get(struct plc_context * ctx, int32_t seq_id, uint8_t 
 PLC_API int32_t plc_state_set(struct plc_context * ctx, int32_t seq_id, const uint8_t * src, size_t size,
                               int32_t n_tokens) PLC_NOEXCEPT;
 
+// The KV cells [start, end) of a sequence, of the span only: bytes that do not depend on the sequence, to be added to any
+// sequence whose span ends at start. 0 on failure; what is not accepted changes nothing.
+PLC_API size_t  plc_span_size(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end) PLC_NOEXCEPT;
+PLC_API size_t  plc_span_get(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, uint8_t * dst,
+                             size_t size) PLC_NOEXCEPT;
+PLC_API int32_t plc_span_append(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end,
+                                const uint8_t * src, size_t size) PLC_NOEXCEPT;
+
+// Resume at n_tokens: what the sequence holds is cut there, or (donor_id >= 0, the sequence empty) the donor's cells
+// [0, n_tokens) are taken; src is its state there, as a capture wrote it. PLC_E_STATE: refused, the sequence is as it was.
+PLC_API int32_t plc_seq_resume(struct plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens,
+                               const uint8_t * src, size_t size) PLC_NOEXCEPT;
+
+// ---- captures: the state part of a sequence, as it is now, while decoding goes on ----
+
+struct plc_capture;
+
+PLC_API size_t  plc_capture_size(struct plc_context * ctx, int32_t seq_id) PLC_NOEXCEPT; // 0 on failure
+// Host memory that captures of states of this size take besides dst, all of them together.
+PLC_API size_t  plc_capture_staging(const struct plc_context * ctx, size_t size) PLC_NOEXCEPT;
+PLC_API int32_t plc_capture_mode(const struct plc_context * ctx, int32_t seq_id) PLC_NOEXCEPT; // llama_capture_mode
+// PLC_OK and a capture that has to be finished or cancelled before the context is freed, PLC_BUSY, or an error. dst
+// belongs to the capture until then.
+PLC_API int32_t plc_capture_begin(struct plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size,
+                                  struct plc_capture ** out) PLC_NOEXCEPT;
+PLC_API int32_t plc_capture_ready(struct plc_capture * capture) PLC_NOEXCEPT;
+PLC_API size_t  plc_capture_finish(struct plc_capture * capture) PLC_NOEXCEPT; // waits; bytes written, 0: it failed
+PLC_API void    plc_capture_cancel(struct plc_capture * capture) PLC_NOEXCEPT;
+
 // ---- sampling ----
 
 struct plc_sampler_params {
@@ -190,6 +220,9 @@ PLC_API void plc_step(struct plc_context * ctx, const struct plc_feed * feeds, c
 PLC_API int32_t plc_test_part_rm(struct plc_context * ctx, int32_t part, int32_t seq_id, int32_t p0, int32_t p1) PLC_NOEXCEPT;
 PLC_API size_t  plc_test_state_get(struct plc_context * ctx, int32_t seq_id, uint8_t * dst, size_t size, uint32_t flags) PLC_NOEXCEPT;
 PLC_API size_t  plc_test_state_set(struct plc_context * ctx, int32_t seq_id, const uint8_t * src, size_t size, uint32_t flags) PLC_NOEXCEPT;
+PLC_API size_t  plc_test_state_file(struct plc_context * ctx, int32_t seq_id, const char * path, int32_t save) PLC_NOEXCEPT;
+PLC_API size_t  plc_test_all_get(struct plc_context * ctx, uint8_t * dst, size_t size) PLC_NOEXCEPT; // of all sequences
+PLC_API size_t  plc_test_all_set(struct plc_context * ctx, const uint8_t * src, size_t size) PLC_NOEXCEPT;
 
 // Make the n-th llama_decode from now return this code after (after_decode 1) or instead of (0) the real one.
 PLC_API void plc_test_fail_decode(struct plc_context * ctx, int32_t nth, int32_t code, int32_t after_decode) PLC_NOEXCEPT;

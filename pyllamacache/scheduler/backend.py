@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from ..config import Memory
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ..config import Memory
-    from ..request import Ids, Logits, SamplingParams, TokenLogprob
+    from ..request import CaptureMode, Ids, Logits, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,37 @@ class Traits:
     eog_ids: frozenset[int]
     """Tokens that end a generation."""
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a sequence has a part that exists at one position only, of which checkpoints are taken.
+
+        Not in exact mode on sliding models: window cells that are put back lie in another order of the ring, which is
+        another rounding, and the whole window stays resident there anyway.
+        """
+        return self.memory.has_state and not (self.exact and self.memory is Memory.SLIDING)
+
 
 class Sampler(Protocol):
     """Opaque to the scheduler: made, passed in `Feed`s and closed."""
 
     def close(self) -> None: ...
+
+
+class Capture(Protocol):
+    """A state on its way out of the backend. `finish` or `cancel` ends it, before the backend is closed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """`finish` would not wait."""
+        ...
+
+    def finish(self) -> bool:
+        """Wait until the bytes are there. False: they could not be had."""
+        ...
+
+    def cancel(self) -> None:
+        """The memory written to is the caller's again when this returns."""
+        ...
 
 
 @dataclass(slots=True)
@@ -127,6 +154,38 @@ class Backend(Protocol):
 
     def share(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
         """Make [0, n_tokens) of the donor the content of `seq_id`, which is empty. Memory.FULL only."""
+        ...
+
+    def state_bytes(self, seq_id: int) -> int:
+        """Size of a capture of the sequence as it is now. Raises NativeError."""
+        ...
+
+    def staging_bytes(self, n_bytes: int) -> int:
+        """Host memory that captures of this size take besides their destination, all of them together, from now on."""
+        ...
+
+    def capture_mode(self, seq_id: int) -> CaptureMode:
+        """How the next capture of the sequence would be taken."""
+        ...
+
+    def begin_capture(self, seq_id: int, data: npt.NDArray[np.uint8]) -> Capture | None:
+        """Start to copy the sequence's state into `data`, which has `state_bytes`. None: too many are in flight.
+
+        Never waits for what is being computed. Whatever is decoded next does not change what is captured.
+
+        Raises:
+            NativeError: nothing was begun.
+        """
+        ...
+
+    def resume(self, donor_id: int | None, seq_id: int, n_tokens: int, state: npt.NDArray[np.uint8]) -> None:
+        """Put back a state captured at `n_tokens`.
+
+        Beside it go the sequence's own cells, cut there, or (the sequence being empty) those of a donor.
+
+        Raises:
+            NativeError: refused; the sequence is as it was, or empty where even that could not be had.
+        """
         ...
 
     def new_sampler(self, params: SamplingParams, prompt: Ids) -> Sampler:

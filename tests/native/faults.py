@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 from pyllamacache.native.context import NativeContext
 from pyllamacache.native.library import load
 
 SPAN, STATE = 0, 1
-PARTIAL_ONLY = 1
+PARTIAL_ONLY, ON_DEVICE = 1, 2
 
 
 class Damage:
@@ -35,6 +36,22 @@ class Damage:
         return int(
             self._lib.plc_test_state_set(self._context._ctx, seq_id, self._ffi.from_buffer(state), len(state), flags)
         )
+
+    def save_file(self, seq_id: int, path: Path) -> int:
+        return int(self._lib.plc_test_state_file(self._context._ctx, seq_id, bytes(path), 1))
+
+    def load_file(self, seq_id: int, path: Path) -> int:
+        return int(self._lib.plc_test_state_file(self._context._ctx, seq_id, bytes(path), 0))
+
+    def read_all(self) -> bytearray:
+        """The state of all sequences."""
+        state = bytearray(self._lib.plc_test_all_get(self._context._ctx, self._ffi.NULL, 0))
+        n = self._lib.plc_test_all_get(self._context._ctx, self._ffi.from_buffer(state), len(state))
+        assert n == len(state)
+        return state
+
+    def write_all(self, state: bytes | bytearray) -> int:
+        return int(self._lib.plc_test_all_set(self._context._ctx, self._ffi.from_buffer(state), len(state)))
 
     def fail_decode(self, nth: int, code: int, *, after_decode: bool = False) -> None:
         """Make the nth decode from now report `code`, instead of or after decoding."""

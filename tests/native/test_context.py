@@ -3,58 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pyllamacache.config import EngineSettings
 from pyllamacache.errors import GrammarError, NativeError
 from pyllamacache.native.context import NativeContext
 from pyllamacache.request import SamplingParams
 from pyllamacache.scheduler.backend import Feed, Outcome
-from tests.flow.law import random_ids
-
-KINDS = ["full", "sliding", "hybrid", "recurrent"]
-IDS = random_ids(1, 500)
-
-NewContext = Callable[..., NativeContext]
-
-
-@pytest.fixture
-def new_context(tiny_models: Callable[..., Any]) -> Iterator[NewContext]:
-    made: list[NativeContext] = []
-
-    def make(kind: str, *, exact: bool = False, n_slots: int = 2) -> NativeContext:
-        settings = EngineSettings.check(
-            n_ctx_train=8192,
-            n_ctx=512,
-            n_slots=n_slots,
-            kv_tokens=None if exact else 1024,
-            n_batch=128,
-            n_ubatch=32,
-            n_threads=1,
-            type_k="f32",
-            type_v="f32",
-            flash_attention="off",
-            adapters=(),
-            exact=exact,
-            offload_kqv=True,
-            rope_scaling=None,
-            rope_freq_base=0.0,
-            rope_freq_scale=0.0,
-        )
-        made.append(NativeContext(tiny_models(kind)._native, settings))
-        return made[-1]
-
-    yield make
-    for context in made:
-        context.close()
-
-
-def feed(context: NativeContext, seq_id: int, start: int, end: int, **options: Any) -> Any:
-    return context.step([[Feed(seq_id, start, IDS[start:end], **options)]])
+from tests.native.contexts import IDS, KINDS, NewContext, feed
 
 
 @pytest.mark.parametrize("kind", KINDS)
