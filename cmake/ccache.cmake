@@ -12,7 +12,10 @@ if(PYLLAMACACHE_CCACHE AND PYLLAMACACHE_ENV AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
     pyllamacache_cpu_macros(native_macros -march=native)
     file(CONFIGURE OUTPUT "${native_file}" CONTENT "@native_macros@" @ONLY)
 
-    set(launcher "${PYLLAMACACHE_ENV}" "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_NOHASHDIR=1
+    if(NOT PYLLAMACACHE_CCACHE_BASE) # the folder that holds all sources and the build
+        set(PYLLAMACACHE_CCACHE_BASE "${CMAKE_SOURCE_DIR}")
+    endif()
+    set(launcher "${PYLLAMACACHE_ENV}" "CCACHE_BASEDIR=${PYLLAMACACHE_CCACHE_BASE}" CCACHE_NOHASHDIR=1
         "CCACHE_EXTRAFILES=${native_file}" "${PYLLAMACACHE_CCACHE}")
     foreach(language C CXX CUDA)
         set(CMAKE_${language}_COMPILER_LAUNCHER ${launcher})
