@@ -7,11 +7,13 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from .config import EngineSettings, Layout, resolve_flash_attention
-from .errors import ClosedError, ConfigError, ForkedError
+from .cache import Cache
+from .config import CacheConfig, EngineSettings, Layout, resolve_flash_attention
+from .errors import CacheCorruptError, ClosedError, ConfigError, ForkedError
 from .model import Model
 from .native.context import NativeContext
 from .native.library import devices
@@ -22,10 +24,12 @@ from .request import RequestId, SlotId
 from .scheduler.handle import ChunkStream, Handle
 from .scheduler.inbox import Outbox, Submission
 from .scheduler.loop import Scheduler
-from .scheduler.slot_files import idle_slot, put_state
+from .scheduler.slot_files import idle_slot, kind_of, put_checkpoints, put_state
 from .scheduler.state import SchedulerState
 from .slot import Slot
 from .store import slotfile
+from .store.host import HostPool
+from .store.machine import memory_bytes
 from .text.options import RequestOptions, build_request
 from .text.validate import check_ids
 
@@ -33,8 +37,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from .observe.metrics import Statistics
+    from .prefix.tree import Checkpoint
     from .request import Chunk, Completion, Usage
     from .scheduler.slots import SlotInfo
+    from .store.host import Block
+    from .store.slotfile import Bytes
     from .text.options import PromptInput
 
 STATE_FORMAT = 1
@@ -66,6 +73,7 @@ class Engine:
         exact: answer with reuse bit for bit as without; see the README for what that costs.
         offload_kqv: keep the KV cache on the device.
         rope_scaling: None, "none", "linear", "yarn" or "longrope"; needed to go beyond the trained length.
+        cache: what is kept beside the context; None: `CacheConfig()`.
         progress: a progress bar for prefills longer than two seconds; None: on a terminal or in a notebook.
     Raises:
         ConfigError, ContextTooLargeError, ModelUnsupportedError, ClosedError.
@@ -90,10 +98,13 @@ class Engine:
         rope_scaling: str | None = None,
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
+        cache: CacheConfig | None = None,
         progress: bool | None = None,
     ) -> None:
         if not isinstance(model, Model):
             raise ConfigError("model", model, "a pyllamacache.Model")
+        if not (cache is None or isinstance(cache, CacheConfig)):
+            raise ConfigError("cache", cache, "a pyllamacache.CacheConfig")
         on_cpu = model._n_gpu_layers == 0 or not any(device.is_gpu for device in devices())
         self._settings = EngineSettings.check(
             on_cpu=on_cpu,
@@ -135,7 +146,9 @@ class Engine:
         context = NativeContext(self._native, self._settings)
         self._traits = context.traits
         self._metrics = Metrics(self._traits.kv_tokens if self._traits.memory.has_cells else 0)
-        self._state = SchedulerState(context, self._metrics, time.monotonic, self._native.piece)
+        budget = (cache or CacheConfig()).resolve(memory_bytes())
+        self._pool = HostPool(budget.host_bytes)
+        self._state = SchedulerState(context, self._metrics, time.monotonic, self._native.piece, self._pool, budget)
         self._scheduler = Scheduler(self._state, self._what)
         if self._settings.adapters:
             self._layout = self._read_layout()  # now: the files may be replaced later
@@ -210,6 +223,11 @@ class Engine:
         """Views that keep the engine alive. Made anew each time, or the engine would be alive for its own sake."""
         return tuple(Slot(self, SlotId(i)) for i in range(self._traits.n_slots))
 
+    @property
+    def cache(self) -> Cache:
+        """What is kept beside the slots. A view that keeps the engine alive."""
+        return Cache(self)
+
     def _slot_info(self, slot_id: SlotId) -> SlotInfo:
         self._check_process()
         return self._scheduler.inbox.call(lambda: self._state.slot_info(slot_id))
@@ -224,21 +242,43 @@ class Engine:
     def _save_slot(self, slot_id: SlotId, path: str | os.PathLike[str]) -> int:
         def take() -> slotfile.SlotRecord:
             slot = idle_slot(self._state, slot_id, "save")
+            checkpoints = self._state.checkpoints
+            state = self._state.backend.save_state(slot_id) if len(slot) else b""
+            held.extend(checkpoints.held_by(slot))
+            for node in held:
+                checkpoints.hold(node)  # their bytes are written from where they lie
+            stored = [
+                slotfile.StoredCheckpoint(node.position, node.kind.value, checkpoints.data(node).data) for node in held
+            ]
             return slotfile.SlotRecord(
                 ids=slot.tokens.ids.copy(),
-                state=self._state.backend.save_state(slot_id) if len(slot) else b"",
+                state=state,
                 exact_tokens=slot.exact_tokens,
                 namespace=slot.namespace,
                 fingerprint=fingerprint,
                 layout=self.layout,
                 n_ctx=self._traits.n_ctx,
+                extras=slotfile.checkpoint_extras(stored, n_tokens=len(slot)),
             )
+
+        def leave() -> None:
+            for node in held:
+                self._state.checkpoints.let_go(node)
 
         self._check_process()
         fingerprint = self._model.fingerprint
-        return slotfile.write(path, self._scheduler.inbox.call(take))
+        held: list[Checkpoint] = []
+        record = self._scheduler.inbox.call(take)
+        try:
+            return slotfile.write(path, record)
+        finally:
+            with suppress(ClosedError):
+                self._scheduler.inbox.call(leave)
 
     def _restore_slot(self, slot_id: SlotId, path: str | os.PathLike[str]) -> int:
+        blocks: dict[int, tuple[str, Block]] = {}
+        is_intact = False
+
         def put() -> None:
             put_state(
                 self._state,
@@ -248,20 +288,51 @@ class Engine:
                 exact_tokens=record.exact_tokens,
                 namespace=record.namespace,
             )
+            put_checkpoints(self._state, slot_id, blocks)
+
+        def room_for(place: slotfile.CheckpointPlace) -> Bytes | None:
+            nonlocal is_intact
+            if not is_intact and not call(lambda: checkpoints.has_room_for(place.size_bytes)):
+                self._require_intact(path)  # before anything is given up for it
+                is_intact = True
+            block = call(lambda: checkpoints.room_for(place.size_bytes, kind_of(place.kind)))
+            if block is None:
+                return None
+            blocks[place.position] = (place.kind, block)
+            return block.data
+
+        def leave() -> None:
+            for _, block in blocks.values():
+                checkpoints.abandon(block)
 
         self._check_process()
-        record = slotfile.read(path, max_tokens=self._traits.n_ctx)
+        call, checkpoints = self._scheduler.inbox.call, self._state.checkpoints
+        where, fingerprint = os.fspath(path), self._model.fingerprint
+        n_ctx, layout = self._traits.n_ctx, self.layout
+        call(lambda: idle_slot(self._state, slot_id, "restore"))
+        try:
+            record = slotfile.read(path, max_tokens=n_ctx, room_for=room_for)
+            slotfile.check_fits(record, path=where, fingerprint=fingerprint, layout=layout, n_ctx=n_ctx)
+            if record.n_tokens:
+                check_ids(record.ids, self._traits.n_vocab, field="token_ids")
+            call(put)
+        finally:
+            with suppress(ClosedError):
+                call(leave)
+        return record.n_tokens
+
+    def _require_intact(self, path: str | os.PathLike[str]) -> None:
+        """Raises what `slotfile.read` would, and reads the whole file for it."""
+        header = slotfile.read_header(path, verify=True)
         slotfile.check_fits(
-            record,
+            header,
             path=path,
             fingerprint=self._model.fingerprint,
             layout=self.layout,
             n_ctx=self._traits.n_ctx,
         )
-        if record.n_tokens:
-            check_ids(record.ids, self._traits.n_vocab, field="token_ids")
-        self._scheduler.inbox.call(put)
-        return record.n_tokens
+        if not header.intact:
+            raise CacheCorruptError(os.fspath(path), "a checksum does not hold")
 
     # -- facts --
 

@@ -42,6 +42,11 @@ class Slot:
         return list(self._info().ids.tolist())
 
     @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Ascending positions at which it has a checkpoint: where a prompt that leaves its content can resume."""
+        return self._info().checkpoints
+
+    @property
     def namespace(self) -> str:
         """The namespace its content belongs to; "" for an empty slot."""
         return self._info().namespace

@@ -5,11 +5,36 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..request import Completion, Reason, Source
+    from ..request import CaptureMode, Completion, Reason, Source
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCounts:
+    """What became of checkpoints. Counts grow monotonically, but for `held`, `held_bytes` and `in_flight`."""
+
+    held: int = 0
+    """In flight or ready."""
+    held_bytes: int = 0
+    in_flight: int = 0
+    captured: Mapping[str, int] = field(default_factory=dict)
+    """By `CheckpointKind`."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Not taken: `larger_than_budget`, `no_room`, `busy` (second class while two were in flight), `failed`."""
+    evicted: Mapping[str, int] = field(default_factory=dict)
+    """Given up: `stranded`, `thinned`, `outvalued`, `replaced`, `cleared`, `broken`."""
+    waited: int = 0
+    """Of the first class, that had to wait for one in flight."""
+    restored: int = 0
+    mode: CaptureMode = "none"
+    """How the latest one was taken."""
+    staging_bytes: int = 0
+    """Host memory reserved for the way from a device."""
+    stall_s: float = 0.0
+    """Seconds the scheduler's thread spent on taking them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +68,7 @@ class Statistics:
     kv_tokens: int
     """KV cells there are; 0 for memory without cells."""
     kv_tokens_used: int
+    checkpoints: CheckpointCounts
 
     @property
     def hit_rate(self) -> float:
@@ -65,6 +91,11 @@ class Metrics:
         self._n_queued = 0
         self._n_running = 0
         self._kv_tokens_used = 0
+        self._checkpoints = CheckpointCounts()
+
+    def checkpoints(self, counts: CheckpointCounts) -> None:
+        with self._lock:
+            self._checkpoints = counts
 
     def step(self, native_s: float, scheduler_s: float, kv_tokens_used: int) -> None:
         with self._lock:
@@ -122,4 +153,5 @@ class Metrics:
                 scheduler_s=self._scheduler_s,
                 kv_tokens=self._kv_tokens,
                 kv_tokens_used=self._kv_tokens_used,
+                checkpoints=self._checkpoints,
             )

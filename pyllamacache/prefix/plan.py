@@ -1,8 +1,9 @@
 """Where a request runs and what it reuses: one frozen decision from frozen views of the slots.
 
 A resume position is at most len(ids) - 1, a multiple of the grid, no more than was matched and computed on the grid,
-and either the holder's whole length (the prompt extends it) or a length it can be cut to. A shared prefix is copied
-from the donor's start, so the donor's own ability to be cut does not matter, nor whether it is busy.
+and one of these: the holder's whole length (the prompt extends it); a length the holder can be cut to; the position
+of a checkpoint. Cells are taken from the donor's start, so the donor's own ability to be cut does not matter, nor
+whether it is busy; memory with a state takes a checkpoint along, and purely recurrent memory needs nothing else.
 
 The slot is the one with the least tokens to prefill plus tokens lost. With w = min(matched, len(ids) - 1), the
 furthest that anyone could have resumed, the first line that applies gives the reason:
@@ -11,10 +12,11 @@ furthest that anyone could have resumed, the first line that applies gives the r
     nothing matched                                                  COLD            0
     resumed at w, and a longest holder or the prompt ends there      HIT             w
     resumed at w, all longest holders go on differently              DIVERGED        w
-    another slot was asked for, and this memory cannot share         OTHER_SLOT      w
-    all longest holders are busy, and this memory cannot share       SLOT_BUSY       w
+    another slot was asked for than one that could resume further    OTHER_SLOT      w
+    only busy ones could resume further, and cannot share that       SLOT_BUSY       w
     an idle one could resume further, but would lose more            OTHER_SLOT      w
-    it could resume at w, if w were on the grid                      OFF_GRID        the resume position
+    resumed at the last place on the grid                            OFF_GRID        the resume position
+    no checkpoint there or nearer, where they are taken              NO_CHECKPOINT   w
     it cannot be cut to w                                            NOT_REWINDABLE  w
 
 "Holders" are slots of the same namespace; content of other namespaces counts only as something to lose.
@@ -60,7 +62,12 @@ class Rules:
     """What the memory allows. Constant over an engine's life."""
 
     can_share: bool
-    """A slot can take another one's prefix (full attention)."""
+    """A slot can take another one's cells."""
+    has_state: bool = False
+    """Beside cells, or instead of them, a sequence has a state: what is shared, and where it is not merely extended or
+    cut within the window, takes a checkpoint."""
+    has_cells: bool = True
+    """Without cells a checkpoint is all that a resume takes."""
     grid: int = 1
     """Resume positions are multiples of this; `n_ubatch` in exact mode."""
 
@@ -76,7 +83,8 @@ class Wait:
 class Plan:
     """Run in `slot_id`, resume at `resume_tokens`; what the slot holds beyond that goes first.
 
-    SLOT: cut it to `resume_tokens`. SHARED: erase it, then take [0, resume_tokens) of `donor_id`. NONE: erase it.
+    SLOT: cut it to `resume_tokens`. SHARED: erase it, then take [0, resume_tokens) of `donor_id`. CHECKPOINT: as one of
+    these, and put the state back. NONE: erase it.
     """
 
     slot_id: SlotId
@@ -84,7 +92,7 @@ class Plan:
     donor_id: SlotId | None
     resume_tokens: int
     matched_tokens: int
-    """Longest common prefix with any slot of the namespace, whether or not it could be resumed."""
+    """Longest common prefix with anything held in the namespace, whether or not it could be resumed."""
     reason: Reason
     position: int
     lost_tokens: int
@@ -98,10 +106,12 @@ class _Holding:
     view: SlotView
     matched: int
     """0 in another namespace."""
+    direct: int
+    """Where the prompt can resume in this slot without a checkpoint."""
     own: int
-    """Where the prompt can resume in this slot."""
+    """Where it can resume in this slot."""
     shared: int
-    """Where it can resume in another slot that shares this one's prefix."""
+    """Where it can resume in another slot that takes this one's cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,13 @@ class _Candidate:
         rank = 0 if extends else 1 if len(view.ids) == 0 else 2
         return (destroyed, self.lost - self.resume, rank, view.last_used, view.slot_id)
 
+    def source(self, rules: Rules) -> Source:
+        if self.resume == 0:
+            return Source.NONE
+        if self.donor is not None:
+            return Source.CHECKPOINT if rules.has_state else Source.SHARED
+        return Source.SLOT if self.resume == self.slot.direct else Source.CHECKPOINT
+
 
 def plan(
     ids: Ids,
@@ -129,16 +146,19 @@ def plan(
     *,
     rules: Rules,
     namespace: str,
+    checkpoints: Sequence[int] = (),
     slot_id: SlotId | None = None,
     cache_prompt: bool = True,
     store: bool = True,
 ) -> Plan | Wait:
     """Choose slot and resume position for a prompt of `ids`. Effects: none.
 
-    `store=False` must not destroy: where memory cannot be shared, the slot that loses least is taken, whatever it could
-    resume. Memory that cannot be cut everywhere cannot be cut back after the request either, so all that such a slot
-    holds counts as lost.
+    `store=False` must not destroy: where memory cannot be cut anywhere, the slot that loses least is taken, whatever it
+    could resume. Memory that cannot be cut everywhere cannot be cut back after the request either, so all that such a
+    slot holds counts as lost.
 
+    Args:
+        checkpoints: ascending positions at which this prompt, in this namespace, has one.
     Raises:
         InternalError: `ids` is empty, or there is no slot `slot_id`; callers check both.
     """
@@ -147,15 +167,18 @@ def plan(
     asked = [view for view in slots if slot_id in (None, view.slot_id)]
     if all(view.is_busy for view in asked):
         return Wait(slot_id)
-    holdings = [_compare(ids, view, rules, namespace, cache_prompt) for view in slots]
+    if not cache_prompt:
+        checkpoints = ()
+    holdings = [_compare(ids, view, rules, namespace, cache_prompt, checkpoints) for view in slots]
     idle = [each for each in holdings if not each.view.is_busy and slot_id in (None, each.view.slot_id)]
     chosen = _choose(idle, holdings, rules, store)
-    source = Source.NONE if chosen.resume == 0 else Source.SLOT if chosen.donor is None else Source.SHARED
     matched = max(each.matched for each in holdings)
+    if not rules.has_cells and checkpoints:
+        matched = max(matched, checkpoints[-1])
     reason, position = _explain(len(ids), chosen, holdings, matched, rules, slot_id is not None, cache_prompt)
     return Plan(
         slot_id=chosen.slot.view.slot_id,
-        source=source,
+        source=chosen.source(rules),
         donor_id=chosen.donor.view.slot_id if chosen.donor else None,
         resume_tokens=chosen.resume,
         matched_tokens=matched,
@@ -165,14 +188,20 @@ def plan(
     )
 
 
-def _compare(ids: Ids, view: SlotView, rules: Rules, namespace: str, cache_prompt: bool) -> _Holding:
-    if view.namespace != namespace or len(view.ids) == 0:
-        return _Holding(view, 0, 0, 0)
-    matched = common_prefix_len(ids, view.ids)
+def _compare(
+    ids: Ids, view: SlotView, rules: Rules, namespace: str, cache_prompt: bool, checkpoints: Sequence[int]
+) -> _Holding:
+    is_ours = view.namespace == namespace and len(view.ids) > 0
+    matched = common_prefix_len(ids, view.ids) if is_ours else 0
     if not cache_prompt:
-        return _Holding(view, matched, 0, 0)
+        return _Holding(view, matched, 0, 0, 0)
     on_grid = min(matched, len(ids) - 1, view.exact_tokens) // rules.grid * rules.grid
-    return _Holding(view, matched, on_grid if _can_cut(view, on_grid) else 0, on_grid if rules.can_share else 0)
+    direct = on_grid if matched and _can_cut(view, on_grid) else 0
+    if not rules.has_state:
+        return _Holding(view, matched, direct, direct, on_grid if rules.can_share else 0)
+    upto = on_grid if rules.has_cells else len(ids) - 1
+    deepest = max((position for position in checkpoints if position <= upto), default=0)
+    return _Holding(view, matched, direct, max(direct, deepest), deepest if rules.can_share else 0)
 
 
 def _can_cut(view: SlotView, n_tokens: int) -> bool:
@@ -188,7 +217,7 @@ def _forgets(view: SlotView) -> bool:
 
 
 def _choose(idle: Sequence[_Holding], holdings: Sequence[_Holding], rules: Rules, store: bool) -> _Candidate:
-    must_spare = not store and not rules.can_share
+    must_spare = not store and (rules.has_state or not rules.can_share)
     donors = nlargest(2, holdings, key=lambda each: each.shared)
     candidates = [_best_of(each, donors, must_spare, store) for each in idle]
     if rules.can_share:
@@ -211,7 +240,7 @@ def _best_of(slot: _Holding, donors: Sequence[_Holding], must_spare: bool, store
     elif donor is not None or (must_spare and _forgets(slot.view)):
         kept = 0
     else:
-        kept = slot.own
+        kept = min(slot.own, slot.matched)  # without cells it can resume beyond what it holds
     return _Candidate(slot, resume, donor, kept, len(slot.view.ids) - kept)
 
 
@@ -273,8 +302,10 @@ def _explain(
     furthest = min(matched, n_tokens - 1)
     holders = [each for each in holdings if each.matched == matched]
     if chosen.resume == furthest:
-        ends = matched == n_tokens or any(len(each.view.ids) == matched for each in holders)
+        ends = matched == n_tokens or not holders or any(len(each.view.ids) == matched for each in holders)
         return Reason.HIT if ends else Reason.DIVERGED, furthest
+    if rules.has_state:
+        return _explain_state(chosen, holders, furthest, rules, is_asked)
     if rules.can_share and any(each is not chosen.slot for each in holders):
         return Reason.OFF_GRID, chosen.resume
     if chosen.slot not in holders:
@@ -290,3 +321,17 @@ def _explain(
     if any(_can_cut(each.view, furthest) for each in holders):
         return Reason.OFF_GRID, chosen.resume
     return Reason.NOT_REWINDABLE, furthest
+
+
+def _explain_state(
+    chosen: _Candidate, holders: Sequence[_Holding], furthest: int, rules: Rules, is_asked: bool
+) -> tuple[Reason, int]:
+    """Memory with a state: a checkpoint serves every slot, but what a slot can do without one it can do alone."""
+    better = [each for each in holders if each is not chosen.slot and each.direct > chosen.resume]
+    if better:
+        is_free = is_asked or any(not each.view.is_busy for each in better)
+        return Reason.OTHER_SLOT if is_free else Reason.SLOT_BUSY, furthest
+    exact = max((min(furthest, each.view.exact_tokens) for each in holders), default=furthest)
+    if chosen.resume >= exact // rules.grid * rules.grid:
+        return Reason.OFF_GRID, chosen.resume
+    return Reason.NO_CHECKPOINT, furthest

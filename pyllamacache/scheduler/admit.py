@@ -7,6 +7,7 @@ running ones may still need. First come, first served; one that waits for a slot
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError, NativeError, RequestTimeoutError
@@ -14,6 +15,7 @@ from ..prefix.plan import Plan, Wait, plan
 from ..request import CacheReport, Chunk, Completion, Reason, Source, Timings, Usage
 from ..text.decode import TextStream
 from .jobs import Job
+from .placing import plan_captures
 from .slots import TokenBuffer
 
 if TYPE_CHECKING:
@@ -85,15 +87,23 @@ def admit(state: SchedulerState) -> None:
 
 
 def _choose(state: SchedulerState, request: Request) -> Plan | Wait:
-    return plan(
-        request.prompt.ids,
+    ids, namespace = request.prompt.ids, request.namespace
+    on_the_way = state.checkpoints.path(namespace, ids[:-1])
+    chosen = plan(
+        ids,
         state.views(),
         rules=state.rules,
-        namespace=request.namespace,
+        namespace=namespace,
+        checkpoints=[node.position for node in on_the_way],
         slot_id=request.slot,
         cache_prompt=request.cache_prompt,
         store=request.store,
     )
+    if isinstance(chosen, Plan) and chosen.reason is Reason.NO_CHECKPOINT:
+        evicted = state.checkpoints.tree.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position)
+        if evicted:
+            return replace(chosen, reason=Reason.EVICTED, position=evicted)
+    return chosen
 
 
 def _fits(state: SchedulerState, request: Request, chosen: Plan) -> bool:
@@ -101,7 +111,7 @@ def _fits(state: SchedulerState, request: Request, chosen: Plan) -> bool:
     if not state.counts_cells or not state.running:
         return True
     ledger = state.ledger.copy()
-    if chosen.source is Source.SLOT:
+    if chosen.donor_id is None and chosen.source is not Source.NONE:
         ledger.trim(chosen.slot_id, chosen.resume_tokens)
     else:
         ledger.erase(chosen.slot_id)
@@ -149,10 +159,12 @@ def _start(state: SchedulerState, submission: Submission, chosen: Plan) -> None:
         prefill_target=prefill_target(state, request),
     )
     slot.job = job
+    state.checkpoints.now = state.n_admitted
     state.touch(slot)
     state.running.append(job)
     _restore(state, job)
     slot.namespace = request.namespace
+    plan_captures(state, job)
     job.prefill_started_s = state.clock()
 
 
@@ -167,6 +179,8 @@ def _restore(state: SchedulerState, job: Job) -> None:
         elif chosen.source is Source.SLOT:
             if chosen.resume_tokens < len(slot) and not state.trim(slot, chosen.resume_tokens):
                 job.source, job.reason = Source.NONE, Reason.NOT_REWINDABLE
+        elif chosen.source is Source.CHECKPOINT:
+            _resume_checkpoint(state, job)
         elif len(slot):
             state.erase(slot)
     except NativeError:
@@ -175,3 +189,24 @@ def _restore(state: SchedulerState, job: Job) -> None:
     job.resumed_tokens = len(slot)
     job.restored_s = state.clock() - started_s
     job.outbox.prefilled_tokens = len(slot)
+
+
+def _resume_checkpoint(state: SchedulerState, job: Job) -> None:
+    """Put the planned state back, or the next shallower one."""
+    chosen, slot, request = job.plan, job.slot, job.request
+    donor = None if chosen.donor_id is None else state.slots[chosen.donor_id]
+    for node in reversed(state.checkpoints.path(request.namespace, request.prompt.ids[: chosen.resume_tokens])):
+        if not state.checkpoints.has(node):
+            continue  # given up for what the slot waited with
+        n_before = len(slot)
+        try:
+            state.resume(donor, slot, node)
+        except NativeError:
+            if donor is None and len(slot) < n_before and state.memory.has_cells:
+                break  # its cells are gone with its state
+            continue
+        if node.position < chosen.resume_tokens:
+            job.reason, job.position = Reason.LOST, node.position
+        return
+    state.erase(slot)
+    job.source, job.reason, job.position = Source.NONE, Reason.LOST, 0

@@ -2,7 +2,8 @@
 
 The rules: decode rows first; while any sequence decodes, at most one ubatch of prefill; rows in ascending
 order of sequence; on memory with a state, decode rows and each prefill chunk in calls of their own; in exact mode one
-sequence per call, chunks ending on the grid, and reply tokens one at a time as they were decoded.
+sequence per call, chunks ending on the grid, and reply tokens one at a time as they were decoded. A chunk ends
+where a checkpoint is to be taken, and a slot held for one is not fed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def _chunk_end(job: Job, traits: Traits, budget: int) -> int:
     """Where the job's next chunk ends if it may have `budget` tokens: where it begins if that is too few for any."""
     start = len(job.slot)
     end = start + min(budget, job.n_left)
+    if start < job.capture_at < end:
+        end = job.capture_at
     if not traits.exact:
         return end
     if start >= job.n_prompt:
@@ -66,7 +69,7 @@ def compose(jobs: Sequence[Job], traits: Traits) -> Batch:
     decoding: list[Job] = []
     filling: list[Job] = []
     for job in jobs:
-        if not job.is_waiting:
+        if not (job.is_waiting or job.slot.is_held):
             (decoding if job.is_decoding else filling).append(job)
 
     if not filling and not traits.exact and not any(job.n_failures for job in decoding):

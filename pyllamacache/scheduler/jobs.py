@@ -9,7 +9,9 @@ from ..request import Reason, Source, TokenLogprob
 from .slots import SlotState, TokenBuffer
 
 if TYPE_CHECKING:
+    from ..prefix.placement import Placement
     from ..prefix.plan import Plan
+    from ..prefix.tree import Checkpoint
     from ..request import Logits, Request
     from ..text.decode import TextStream
     from .backend import Sampler
@@ -53,6 +55,12 @@ class Job:
     """Step number of its last prefill chunk: whoever waited longest goes first."""
     is_waiting: bool = False
     """Set aside until another request ends: running ones competed for cells."""
+    placements: list[Placement] = field(default_factory=list)
+    """Checkpoints to take during prefill, the next one last."""
+    capture_at: int = 1 << 62
+    """Position at which the next checkpoint is taken, of prefill or reply."""
+    rolling: list[Checkpoint] = field(default_factory=list)
+    """Those of its reply, the oldest first."""
     n_failures: int = 0
     """Native calls that failed under this request since it last got further than ever before."""
     failed_end: int = 0

@@ -109,4 +109,5 @@ def _end(state: SchedulerState, inbox: Inbox, error: PyLlamaCacheError) -> None:
     state.metrics.load(0, 0, 0)
     state.running.clear()
     state.queue.clear()
+    state.checkpoints.close()
     state.backend.close()

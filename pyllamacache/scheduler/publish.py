@@ -15,6 +15,7 @@ from ..request import (
     Timings,
     Usage,
 )
+from .placing import capture_end
 
 if TYPE_CHECKING:
     from ..request import TokenLogprob
@@ -59,6 +60,8 @@ def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
         if job.outbox.keeps_chunks:
             job.outbox.push(Chunk(rest, (), (), reason))
     usage, report, timings = _usage(state, job), _report(job), _timings(job, now)
+    capture_end(state, job)  # while the job still counts as running, which whoever ends it in an emergency relies on
+    state.report_checkpoints()
     _release(state, job)
     completion = Completion(
         text="".join(job.pieces),
@@ -128,7 +131,10 @@ def _usage(state: SchedulerState, job: Job) -> Usage:
     if state.traits.exact:
         held = min(held, job.slot.exact_tokens)
         if not state.memory.is_shareable and state.rewind_floor(job.slot) > max(held, 1):
-            held = 0  # the state lies behind tokens that exact mode does not reuse
+            # the state lies behind tokens that exact mode does not reuse
+            held = max(
+                (node.position for node in state.checkpoints.held_by(job.slot) if node.position <= held), default=0
+            )
     known = job.resumed_tokens
     if job.source is not Source.NONE and not state.traits.exact:
         known = max(known, job.plan.matched_tokens)  # computed again, but not new

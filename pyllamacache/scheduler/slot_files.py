@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from ..config import Memory
 from ..errors import CellsExhaustedError, InternalError, NativeError, SlotBusyError
 from ..prefix.evict import plan_cuts
+from ..request import CheckpointKind
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from ..request import Ids, SlotId
+    from ..store.host import Block
     from .slots import SlotState
     from .state import SchedulerState
 
@@ -23,6 +25,22 @@ def idle_slot(state: SchedulerState, slot_id: SlotId, operation: str) -> SlotSta
     if slot.is_busy:
         raise SlotBusyError(slot_id, operation)
     return slot
+
+
+def kind_of(name: str) -> CheckpointKind:
+    """A kind as a file names it; one of a newer version counts as the caller's."""
+    try:
+        return CheckpointKind(name)
+    except ValueError:
+        return CheckpointKind.BOUNDARY
+
+
+def put_checkpoints(state: SchedulerState, slot_id: SlotId, blocks: dict[int, tuple[str, Block]]) -> None:
+    """Take over a slot's checkpoints, by position; the slot holds what they belong to."""
+    slot = state.slots[slot_id]
+    for position, (kind, block) in sorted(blocks.items()):
+        state.checkpoints.put(slot.namespace, slot.tokens.slice(0, position), kind_of(kind), block)
+    state.report_checkpoints()
 
 
 def put_state(
@@ -42,6 +60,7 @@ def put_state(
         SlotBusyError, CellsExhaustedError, NativeError.
     """
     slot = idle_slot(state, slot_id, "restore")
+    state.checkpoints.settle(slot)
     n_tokens = len(ids)
     if not n_tokens:
         state.erase(slot)

@@ -75,6 +75,8 @@ class SlotState:
     """Exact mode: leading tokens that were computed in whole grid chunks of prompt tokens."""
     last_used: int = 0
     job: Job | None = None
+    is_held: bool = False
+    """Nothing may change its content before a checkpoint of it is taken (`Checkpoints.settle`)."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -97,3 +99,5 @@ class SlotInfo:
     namespace: str
     ids: Ids
     """A copy."""
+    checkpoints: tuple[int, ...]
+    """Ascending positions it can go back to."""

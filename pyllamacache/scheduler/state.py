@@ -15,11 +15,14 @@ from ..prefix.cells import CellLedger
 from ..prefix.evict import Cut, Victim
 from ..prefix.plan import Rules, SlotView
 from ..request import SlotId
+from .checkpoints import Checkpoints
 from .slots import SlotInfo, SlotState
 
 if TYPE_CHECKING:
-    from ..config import Memory
+    from ..config import CacheBudget, Memory
     from ..observe.metrics import Metrics
+    from ..prefix.tree import Checkpoint
+    from ..store.host import HostPool
     from .backend import Backend, Traits
     from .inbox import Submission
     from .jobs import Job
@@ -34,6 +37,8 @@ class SchedulerState:
         metrics: Metrics,
         clock: Callable[[], float],
         piece: Callable[[int], bytes],
+        pool: HostPool,
+        budget: CacheBudget,
     ) -> None:
         self.backend = backend
         self.traits: Traits = backend.traits
@@ -42,10 +47,14 @@ class SchedulerState:
         self.clock = clock
         self.piece = piece
         self.rules = Rules(
-            can_share=self.memory.is_shareable and self.traits.n_slots > 1,
+            can_share=(self.memory.is_shareable or (self.memory.has_cells and self.traits.has_state))
+            and self.traits.n_slots > 1,
+            has_state=self.traits.has_state,
+            has_cells=self.memory.has_cells,
             grid=self.traits.n_ubatch if self.traits.exact else 1,
         )
         self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
+        self.checkpoints = Checkpoints(backend, self.slots, pool, budget, clock)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
         self.queue: deque[Submission] = deque()
@@ -105,7 +114,14 @@ class SchedulerState:
     def slot_info(self, slot_id: SlotId) -> SlotInfo:
         slot = self.slots[slot_id]
         namespace = slot.namespace if len(slot) or slot.is_busy else ""
-        return SlotInfo(slot_id, slot.is_busy, namespace, slot.tokens.ids.copy())
+        positions = tuple(node.position for node in self.checkpoints.held_by(slot))
+        return SlotInfo(slot_id, slot.is_busy, namespace, slot.tokens.ids.copy(), positions)
+
+    def report_checkpoints(self) -> None:
+        """Tell the statistics, if there is anything to tell."""
+        if self.checkpoints.has_changed:
+            self.checkpoints.has_changed = False
+            self.metrics.checkpoints(self.checkpoints.counts())
 
     # -- changes --
 
@@ -115,6 +131,7 @@ class SchedulerState:
         slot.last_used = 1 + max(each.last_used for each in self.slots)
 
     def erase(self, slot: SlotState) -> None:
+        self.checkpoints.settle(slot)
         self.n_changes += 1
         self.backend.erase(slot.slot_id)
         self.ledger.erase(slot.slot_id)
@@ -125,6 +142,7 @@ class SchedulerState:
         if n_tokens == 0:
             self.erase(slot)
             return True
+        self.checkpoints.settle(slot)
         self.n_changes += 1
         if not self._cut(slot, n_tokens):
             self.erase(slot)
@@ -149,6 +167,48 @@ class SchedulerState:
         slot.tokens.extend(donor.tokens.slice(0, n_tokens))
         slot.exact_tokens = min(donor.exact_tokens, n_tokens)
 
+    def resume(self, donor: SlotState | None, slot: SlotState, node: Checkpoint) -> None:
+        """Bring `slot` to a checkpoint, over its own cells or (it is emptied first) the donor's.
+
+        Raises:
+            NativeError: refused; the slot holds what it held, or nothing.
+        """
+        n_tokens = node.position
+        ids = node.ids() if donor is None and not self.memory.has_cells else (donor or slot).tokens.slice(0, n_tokens)
+        ids = ids.copy()
+        self.checkpoints.hold(node)
+        try:
+            self.checkpoints.settle(slot)  # which may take one, and give up others for it
+            if donor is not None:
+                self.erase(slot)
+            self.n_changes += 1
+            self.checkpoints.resume(donor, slot, node)
+        except NativeError:
+            if self.backend.length(slot.slot_id) != len(slot):
+                self.erase(slot)
+            raise
+        finally:
+            self.checkpoints.let_go(node)
+        if self.counts_cells and donor is not None:
+            self.ledger.share(donor.slot_id, slot.slot_id, n_tokens)
+        elif self.counts_cells:
+            self.ledger.trim(slot.slot_id, n_tokens)
+        slot.truncate(0)
+        slot.tokens.extend(ids)
+        slot.exact_tokens = n_tokens
+
+    def recover(self, slot: SlotState, n_tokens: int) -> None:
+        """After its state was lost: back to the deepest checkpoint at or before `n_tokens`, else empty."""
+        for node in reversed(self.checkpoints.held_by(slot)):
+            if node.position <= n_tokens:
+                try:
+                    self.resume(None, slot, node)
+                except NativeError:
+                    if len(slot):
+                        continue
+                return
+        self.erase(slot)
+
     def grown(self, slot: SlotState) -> None:
         """Its `tokens` have just been extended by what a native call decoded."""
         if self.counts_cells:
@@ -162,7 +222,7 @@ class SchedulerState:
             and self._cut(slot, n_before)
             and self.backend.length(slot.slot_id) == n_before
         ):
-            self.erase(slot)
+            self.recover(slot, n_before)
 
     def apply_cuts(self, cuts: tuple[Cut, ...]) -> None:
         for cut in cuts:

@@ -14,6 +14,7 @@ from ..prefix.evict import plan_cuts
 from ..request import Reason, Source
 from .backend import Outcome
 from .compose import Batch, compose
+from .placing import capture, plan_captures
 from .publish import fail, finish, take_token
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ MAX_FAILURES = 2
 def run_step(state: SchedulerState) -> None:
     """Feed the running jobs once. Ends those that have nothing left to feed."""
     started_s = state.clock()
+    if state.checkpoints.is_waiting:
+        state.checkpoints.serve()
     _finish_fed(state)
     batch = _make_room(state)
     native_s = 0.0
@@ -36,9 +39,21 @@ def run_step(state: SchedulerState) -> None:
         native_started_s = state.clock()
         result = state.backend.step(batch.groups)
         native_s = state.clock() - native_started_s
+        if state.checkpoints.is_unprepared and result.n_groups_done:
+            state.checkpoints.prepare(batch.jobs[0][0].slot)
+        _learn(state, batch, native_s, result)
         _take_result(state, batch, result)
         _finish_fed(state)
+    elif state.checkpoints.is_waiting:
+        state.checkpoints.wait()
+    state.report_checkpoints()
     state.metrics.step(native_s, state.clock() - started_s - native_s, state.used_cells)
+
+
+def _learn(state: SchedulerState, batch: Batch, seconds: float, result: StepResult) -> None:
+    """What a prefilled token costs, from steps that were nothing else."""
+    if batch.n_tokens >= state.traits.n_ubatch and len(batch.groups) == 1 and result.outcome is Outcome.DONE:
+        state.checkpoints.rates.prefilled(batch.n_tokens, seconds)
 
 
 def _finish_fed(state: SchedulerState) -> None:
@@ -86,13 +101,16 @@ def _yield_cells(state: SchedulerState, needed_cells: int) -> bool:
 def _preempt(state: SchedulerState, job: Job) -> None:
     state.metrics.count("preempted")
     state.erase(job.slot)
-    _restart(job, Reason.PREEMPTED)
+    _restart(state, job, Reason.PREEMPTED)
 
 
-def _restart(job: Job, reason: Reason) -> None:
-    """The job's slot is empty now: it is fed from the first token again, reply included, and says so."""
-    job.resumed_tokens = 0
-    job.source, job.reason, job.position = Source.NONE, reason, 0
+def _restart(state: SchedulerState, job: Job, reason: Reason) -> None:
+    """The job's slot lost tokens, all or some: it is fed from there again, reply included, and says so."""
+    if not len(job.slot) or len(job.slot) < job.resumed_tokens:
+        job.resumed_tokens = len(job.slot)
+        job.source = Source.CHECKPOINT if len(job.slot) else Source.NONE
+        job.reason, job.position = reason, len(job.slot)
+    plan_captures(state, job)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------
@@ -123,6 +141,8 @@ def _take_fed(state: SchedulerState, job: Job, feed: Feed, result: StepResult, i
         job.outbox.prefilled_tokens = end
         grid = state.traits.n_ubatch
         slot.exact_tokens = end // grid * grid if state.traits.exact else end
+    if end == job.capture_at:
+        capture(state, job)
     if feed.want_logits:
         job.logits = result.logits[index]
     if feed.sampler is None:
@@ -155,8 +175,8 @@ def _take_failure(state: SchedulerState, batch: Batch, result: StepResult) -> No
             state.resynchronize(job.slot, feed.start)
         elif state.backend.length(job.slot.slot_id) != feed.start:
             state.erase(job.slot)  # our books and the memory disagree: the memory is what counts
-        if not len(job.slot):
-            _restart(job, Reason.LOST)
+        if len(job.slot) < feed.start:
+            _restart(state, job, Reason.LOST)
         if job.n_failures > MAX_FAILURES:
             fail(state, job, NativeError("llama_decode", result.code, result.log))
 

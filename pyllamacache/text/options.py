@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
+
 from ..errors import InvalidRequestError, RequestTooLongError, UnknownOptionError
 from ..request import Prompt, Request, RequestId, SamplingParams
 from .validate import (
+    check_boundaries,
     check_flag,
     check_ids,
     check_max_tokens,
@@ -46,6 +49,10 @@ class RequestOptions(TypedDict, total=False):
     """Run in this slot, waiting for it if it is busy; default: the one that serves best."""
     namespace: str
     """Nothing is shared between namespaces; default ""."""
+
+    boundaries: Sequence[int | str]
+    """Where the caller wants checkpoints: token offsets, or texts before each of whose occurrences in a text prompt one
+    is wanted. The first and the last are taken, those between where they are `n_ubatch` tokens apart."""
 
     add_special: bool
     """Text prompts: add what the model wants at the start (BOS); default True."""
@@ -87,12 +94,16 @@ _WARM = frozenset(
         "store",
         "slot",
         "namespace",
+        "boundaries",
         "add_special",
         "parse_special",
     }
 )
 
 DEFAULT_MAX_TOKENS = 64
+
+MAX_MARKS = 16
+"""Places that one text in `boundaries` can mark."""
 
 
 def build_request(
@@ -128,9 +139,10 @@ def build_request(
             "stop" if stop else "grammar",
             "the model has no vocabulary, so its replies have no text",
         )
+    tokenized = _tokenized(prompt, given, tokenize, n_vocab)
     request = Request(
         request_id=request_id,
-        prompt=_tokenized(prompt, given, tokenize, n_vocab),
+        prompt=tokenized,
         max_tokens=max_tokens,
         sampling=sampling,
         stop=stop,
@@ -138,6 +150,7 @@ def build_request(
         slot=check_slot(given.get("slot"), n_slots),
         namespace=check_namespace(given.get("namespace", "")),
         store=check_flag(given.get("store", True), field="store"),
+        boundaries=_boundaries(tokenized, given, tokenize),
         return_logits=check_flag(given.get("return_logits", False), field="return_logits"),
         generate=generate,
         timeout_s=check_timeout(given.get("timeout_s")),
@@ -145,6 +158,41 @@ def build_request(
     if len(request.prompt) + max_tokens > n_ctx:
         raise RequestTooLongError(len(request.prompt), max_tokens, n_ctx, "n_ctx")
     return request
+
+
+def _boundaries(
+    prompt: Prompt, given: Mapping[str, object], tokenize: Callable[[str, bool, bool], Ids]
+) -> tuple[int, ...]:
+    """Token positions inside the prompt, ascending."""
+    found: set[int] = set()
+    add_special, parse_special = bool(given.get("add_special", True)), bool(given.get("parse_special", False))
+    for boundary in check_boundaries(given.get("boundaries", ())):
+        if isinstance(boundary, int):
+            found.add(boundary)
+            continue
+        if prompt.text is None:
+            raise InvalidRequestError("boundaries", "a text marks a place in a text prompt only; this one is token ids")
+        for start in _occurrences(prompt.text, boundary):
+            # what another prompt with the same text up to there has in common with this one
+            head = tokenize(prompt.text[:start], add_special, parse_special)
+            found.add(_common(head, prompt.ids))
+    return tuple(sorted(position for position in found if 0 < position < len(prompt)))
+
+
+def _common(head: Ids, ids: Ids) -> int:
+    n_tokens = min(len(head), len(ids))
+    differs = np.flatnonzero(head[:n_tokens] != ids[:n_tokens])
+    return int(differs[0]) if len(differs) else n_tokens
+
+
+def _occurrences(text: str, mark: str) -> list[int]:
+    """The first one and the last ones: each costs tokenizing what is before it."""
+    starts = []
+    start = text.find(mark)
+    while start >= 0:
+        starts.append(start)
+        start = text.find(mark, start + len(mark))
+    return starts if len(starts) <= MAX_MARKS else starts[:1] + starts[1 - MAX_MARKS :]
 
 
 def _check_names(options: Mapping[str, object], generate: bool) -> None:

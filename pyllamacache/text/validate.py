@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_SEED = 2**32 - 2
 """llama.cpp draws a seed of its own for 2**32 - 1."""
 MAX_TOP_LOGPROBS = 20
+MAX_BOUNDARIES = 4096
 _MAX_INT32 = 2**31 - 1
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
@@ -144,6 +145,29 @@ def check_timeout(value: object, *, field: str = "timeout_s") -> float | None:
 def check_slot(value: object, n_slots: int) -> SlotId | None:
     """One of the engine's slots, or None for whichever the planner takes."""
     return None if value is None else SlotId(_integer(value, "slot", 0, n_slots - 1))
+
+
+def check_boundaries(value: object) -> tuple[int | str, ...]:
+    """Token offsets, or text at which a boundary lies, in the order given.
+
+    Raises:
+        InvalidRequestError: anything else, more than MAX_BOUNDARIES, or an empty text.
+    """
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise InvalidRequestError("boundaries", f"a sequence of token offsets or texts, not {_kind(value)}")
+    if len(value) > MAX_BOUNDARIES:
+        raise InvalidRequestError("boundaries", f"{len(value)} of them; at most {MAX_BOUNDARIES} are allowed")
+    checked: list[int | str] = []
+    for item in value:
+        if isinstance(item, str):
+            if not item:
+                raise InvalidRequestError("boundaries", "an empty text marks no place")
+            checked.append(check_text(item, field="boundaries"))
+        else:
+            checked.append(_integer(item, "boundaries", 0, _MAX_INT32))
+    return tuple(checked)
 
 
 def check_path(value: object, *, field: str = "path") -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pyllamacache.request import Ids
+    from pyllamacache.request import CaptureMode, Ids
 
 REFUSED_STATE = -103
 
@@ -43,6 +43,36 @@ def make_traits(
     assert n_batch >= n_slots
     cells = n_ctx * n_slots if exact else kv_tokens or n_ctx
     return Traits(memory, exact, n_slots, n_ctx, cells, n_batch, n_ubatch, ByteVocab.n_vocab, eog_ids)
+
+
+class FakeCapture:
+    """A state on its way: written when it is ready, which takes some polls."""
+
+    def __init__(
+        self, backend: FakeBackend, state: bytes, data: npt.NDArray[np.uint8], n_polls: int, *, fails: bool
+    ) -> None:
+        self._backend, self._state, self._data = backend, state, data
+        self._n_polls, self._fails = n_polls, fails
+        self.is_over = False
+
+    @property
+    def is_ready(self) -> bool:
+        assert not self.is_over, "asked after its end"
+        self._n_polls -= 1
+        return self._n_polls < 0
+
+    def finish(self) -> bool:
+        assert not self.is_over, "ended twice"
+        self.is_over = True
+        self._backend.n_finished_captures += 1
+        self._data[:] = list(self._state)
+        del self._data  # the memory is the caller's again
+        return not self._fails
+
+    def cancel(self) -> None:
+        assert not self.is_over, "ended twice"
+        self.is_over = True
+        del self._data
 
 
 class FakeBackend:
@@ -66,6 +96,12 @@ class FakeBackend:
         self.calls: list[StepRecord] = []
         """Every step that was asked for."""
         self.samplers: list[FakeSampler] = []
+        self.captures: list[FakeCapture] = []
+        self.max_captures = 2
+        self.n_finished_captures = 0
+        self.staging = 0
+        self.capture_polls = 0
+        """How often a capture says that it is not ready; on the CPU it is ready at once."""
         self.before_step: Callable[[], None] = lambda: None
         self.is_closed = False
         self._n_groups = 0
@@ -128,6 +164,40 @@ class FakeBackend:
     def share(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
         self._enter("share")
         self.sequences.share(donor_id, seq_id, n_tokens)
+
+    # -- captures --
+
+    def _state_of(self, seq_id: int) -> bytes:
+        return json.dumps(self.sequences.save_state(seq_id)).encode()
+
+    def state_bytes(self, seq_id: int) -> int:
+        self._enter("state_bytes")
+        return len(self._state_of(seq_id))
+
+    def staging_bytes(self, n_bytes: int) -> int:
+        self._enter()
+        return self.staging
+
+    def capture_mode(self, seq_id: int) -> CaptureMode:
+        self._enter()
+        return "snapshot" if self.capture_polls else "host"
+
+    def begin_capture(self, seq_id: int, data: npt.NDArray[np.uint8]) -> FakeCapture | None:
+        self._enter("begin_capture")
+        self.captures = [each for each in self.captures if not each.is_over]
+        if len(self.captures) >= self.max_captures:
+            return None
+        state = self._state_of(seq_id)
+        assert len(data) == len(state)
+        self.captures.append(FakeCapture(self, state, data, self.capture_polls, fails=self.faults.take("capture")))
+        return self.captures[-1]
+
+    def resume(self, donor_id: int | None, seq_id: int, n_tokens: int, state: npt.NDArray[np.uint8]) -> None:
+        self._enter("resume")
+        try:
+            self.sequences.resume(donor_id, seq_id, n_tokens, json.loads(state.tobytes()))
+        except ValueError as error:
+            raise NativeError("llama_state_seq_set_data_ext", REFUSED_STATE, str(error)) from None
 
     # -- the step --
 
@@ -229,4 +299,5 @@ class FakeBackend:
     def close(self) -> None:
         self._enter("close")
         assert not self.n_open_samplers(), "a sampler outlives the context"
+        assert all(each.is_over for each in self.captures), "a capture outlives the context"
         self.is_closed = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyllamacache.config import CacheBudget
 from pyllamacache.observe.metrics import Metrics, Statistics
 from pyllamacache.prefix.match import common_prefix_len
 from pyllamacache.request import Chunk, Completion, Prompt, Request, RequestId, SamplingParams, SlotId
@@ -16,10 +17,11 @@ from pyllamacache.scheduler.admit import admit
 from pyllamacache.scheduler.backend import Traits
 from pyllamacache.scheduler.inbox import Outbox, Submission
 from pyllamacache.scheduler.publish import end_overdue
-from pyllamacache.scheduler.slot_files import idle_slot, put_state
+from pyllamacache.scheduler.slot_files import idle_slot, kind_of, put_checkpoints, put_state
 from pyllamacache.scheduler.slots import SlotState
 from pyllamacache.scheduler.state import SchedulerState
 from pyllamacache.scheduler.step import run_step
+from pyllamacache.store.host import Block, HostPool
 
 from .backend import FakeBackend, make_traits
 from .clock import FakeClock
@@ -91,22 +93,35 @@ class Saved:
     state: bytes
     exact_tokens: int
     namespace: str
+    checkpoints: tuple[tuple[int, str, bytes], ...] = ()
+    """Position, kind, bytes."""
 
 
 class Driver:
     """One engine without a thread. `turn` is one round of the loop."""
 
-    def __init__(self, backend: FakeBackend | Traits | None = None, *, n_swa: int = 6) -> None:
+    def __init__(
+        self,
+        backend: FakeBackend | Traits | None = None,
+        *,
+        n_swa: int = 6,
+        max_checkpoints: int = 0,
+        checkpoint_bytes: int | None = None,
+    ) -> None:
         self.backend = (
             backend if isinstance(backend, FakeBackend) else FakeBackend(backend or make_traits(), n_swa=n_swa)
         )
         self.traits = self.backend.traits
         self.clock = FakeClock()
         self.metrics = Metrics(self.traits.kv_tokens)
-        self.state = SchedulerState(self.backend, self.metrics, self.clock, ByteVocab().piece)
+        self.pool = HostPool(1 << 24)
+        self.budget = CacheBudget(max_checkpoints, 1 << 24 if checkpoint_bytes is None else checkpoint_bytes, 1 << 24)
+        self.state = SchedulerState(self.backend, self.metrics, self.clock, ByteVocab().piece, self.pool, self.budget)
         self.tickets: list[Ticket] = []
         self._namespaces = {slot.slot_id: "" for slot in self.state.slots}
         """Where each slot's content comes from, kept apart from the scheduler's own record."""
+        self._once_held: dict[str, set[tuple[int, ...]]] = {}
+        """By namespace: what slots held after a turn."""
         self._ran_in: dict[RequestId, SlotId] = {}
 
     # -- doing --
@@ -121,7 +136,7 @@ class Driver:
 
     def turn(self) -> None:
         """One round of the loop. Raises AssertionError where it did nothing, or where the books are wrong after it."""
-        n_calls, n_ended = len(self.backend.calls), self.n_ended
+        n_calls, n_ended, n_finished = len(self.backend.calls), self.n_ended, self.backend.n_finished_captures
         end_overdue(self.state)
         self._admit()
         assert self.state.running or not self.state.queue, "requests wait although nothing runs"
@@ -130,6 +145,7 @@ class Driver:
             run_step(self.state)
             self._check_left_behind([job for job in running if job not in self.state.running])
             did_something = len(self.backend.calls) > n_calls or self.n_ended > n_ended
+            did_something = did_something or self.backend.n_finished_captures > n_finished
             assert did_something, f"a busy loop with {len(running)} running requests"
         self.check()
 
@@ -145,9 +161,12 @@ class Driver:
             request, plan = job.request, job.plan
             if job.resumed_tokens:
                 holder = job.slot.slot_id if plan.donor_id is None else plan.donor_id
-                assert self._namespaces[holder] == request.namespace, "content of another namespace was reused"
+                if self.traits.memory.has_cells or job.source != "checkpoint":
+                    assert self._namespaces[holder] == request.namespace, "content of another namespace was reused"
                 assert request.cache_prompt
             known = [held[slot_id] for slot_id in held if homes[slot_id] == request.namespace]
+            if not self.traits.memory.has_cells:  # there, checkpoints outlive what they were taken of
+                known += [np.array(ids, dtype=np.int32) for ids in self._once_held.get(request.namespace, ())]
             assert plan.matched_tokens <= max((common_prefix_len(request.prompt.ids, ids) for ids in known), default=0)
             assert request.slot in (None, job.slot.slot_id)
             self._namespaces[job.slot.slot_id] = request.namespace
@@ -166,20 +185,54 @@ class Driver:
 
     def save(self, slot_id: int) -> Saved:
         slot = idle_slot(self.state, SlotId(slot_id), "save")
+        checkpoints = self.state.checkpoints
+        stored = tuple(
+            (node.position, str(node.kind), checkpoints.data(node).data.tobytes()) for node in checkpoints.held_by(slot)
+        )
         state = self.backend.save_state(slot_id) if len(slot) else bytearray()
-        return Saved(slot.tokens.ids.copy(), bytes(state), slot.exact_tokens, self._namespaces[slot.slot_id])
+        return Saved(slot.tokens.ids.copy(), bytes(state), slot.exact_tokens, self._namespaces[slot.slot_id], stored)
 
     def restore(self, slot_id: int, saved: Saved) -> None:
-        put_state(
-            self.state,
-            SlotId(slot_id),
-            ids=saved.ids,
-            data=saved.state,
-            exact_tokens=saved.exact_tokens,
-            namespace=saved.namespace,
-        )
+        """As an engine does: memory for the checkpoints first, which is what their bytes are read into."""
+        idle_slot(self.state, SlotId(slot_id), "restore")
+        self.put(slot_id, saved, self.read(saved))
+
+    def read(self, saved: Saved) -> dict[int, tuple[str, Block]]:
+        """Its checkpoints, as far as there is room for them; to be `put` later."""
+        blocks: dict[int, tuple[str, Block]] = {}
+        for position, kind, data in saved.checkpoints:
+            block = self.state.checkpoints.room_for(len(data), kind_of(kind))
+            if block is not None:
+                block.data[:] = np.frombuffer(data, dtype=np.uint8)
+                blocks[position] = (kind, block)
+        self.check()
+        return blocks
+
+    def put(self, slot_id: int, saved: Saved, blocks: dict[int, tuple[str, Block]]) -> None:
+        """On any error the slot keeps what it held, and the checkpoints are let go."""
+        try:
+            put_state(
+                self.state,
+                SlotId(slot_id),
+                ids=saved.ids,
+                data=saved.state,
+                exact_tokens=saved.exact_tokens,
+                namespace=saved.namespace,
+            )
+            put_checkpoints(self.state, SlotId(slot_id), blocks)
+        finally:
+            for _, block in blocks.values():
+                self.state.checkpoints.abandon(block)
         self._namespaces[SlotId(slot_id)] = saved.namespace
         self.check()
+
+    def close(self) -> None:
+        """As the loop ends when nothing runs any more. Nothing may be left."""
+        assert not self.state.running
+        self.state.checkpoints.close()
+        self.backend.close()
+        assert len(self.state.checkpoints.tree) == self.state.checkpoints.used_bytes == 0
+        assert self.pool.used_bytes == self.state.checkpoints.counts().staging_bytes
 
     def run(self, max_turns: int = 1000) -> None:
         """Until everything has ended."""
@@ -202,6 +255,21 @@ class Driver:
         ticket = self.submit(ids, **options)
         self.run()
         return ticket.completion
+
+    def complete_beside(self, ids: Sequence[int], **options: Any) -> Completion:
+        """Others may still run when it has ended."""
+        ticket = self.submit(ids, **options)
+        for _ in range(1000):
+            if ticket.is_done:
+                return ticket.completion
+            self.turn()
+        raise AssertionError("it never ended")
+
+    def step_only(self) -> None:
+        """One round of the loop without a look at the books, for tests that count what is done."""
+        end_overdue(self.state)
+        admit(self.state)
+        run_step(self.state)
 
     def warm(self, ids: Sequence[int], **options: Any) -> Completion:
         return self.complete(ids, generate=False, **options)
@@ -239,10 +307,39 @@ class Driver:
             assert backend.content(slot.slot_id) in (None, self.held(slot.slot_id)), f"slot {slot.slot_id} holds other"
             assert 0 <= slot.exact_tokens <= len(slot)
             assert slot.is_busy == any(job.slot is slot for job in state.running)
+            if len(slot):
+                self._once_held.setdefault(self._namespaces[slot.slot_id], set()).add(tuple(self.held(slot.slot_id)))
+        self._check_checkpoints()
         if state.counts_cells:
             assert state.ledger.used() == backend.n_used_cells()
             assert state.ledger.used() <= self.traits.kv_tokens
         assert backend.n_open_samplers() == sum(job.sampler is not None for job in state.running)
+
+    def _check_checkpoints(self) -> None:
+        """The budget holds, blocks are where checkpoints are, and each is at the prefix it says."""
+        checkpoints = self.state.checkpoints
+        nodes = list(checkpoints.tree)
+        budget, elsewhere = checkpoints.budget, [*checkpoints._pending, *checkpoints._orphans.values()]
+        assert len(nodes) == len(checkpoints.tree) <= budget.max_checkpoints
+        assert checkpoints.used_bytes == sum(node.n_bytes for node in nodes) <= budget.checkpoint_bytes
+        assert self.pool.resident_bytes <= self.pool.limit_bytes or elsewhere  # which others are reading or writing
+        assert all(checkpoints.has(node) for node in nodes)
+        seen = set()
+        for node in nodes:
+            ids = node.ids()
+            assert len(ids) == node.position
+            assert node.gap == len(node.edge) > 0
+            assert checkpoints.tree.path(node.namespace, ids)[-1] is node
+            seen.add((node.namespace, ids.tobytes()))
+        assert len(seen) == len(nodes), "two checkpoints of one prefix"
+        counts = checkpoints.counts()
+        assert counts.in_flight == sum(not node.is_ready for node in nodes)
+        pending = checkpoints._pending
+        blocks = [*checkpoints._blocks.values(), *checkpoints._orphans.values(), *pending]
+        assert len(checkpoints._blocks) == len(nodes)
+        assert self.pool.used_bytes == sum(block.size_bytes for block in blocks) + counts.staging_bytes
+        waiting = [slot for slot in self.state.slots if slot.is_held]
+        assert checkpoints.is_waiting == bool(waiting)
 
     def check_answer(self, ticket: Ticket) -> None:
         """The promises to one request that has ended without an error."""

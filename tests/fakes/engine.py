@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pyllamacache.config import CacheBudget
 from pyllamacache.observe.metrics import Metrics, Statistics
 from pyllamacache.scheduler.handle import Handle
 from pyllamacache.scheduler.inbox import Outbox, Submission
 from pyllamacache.scheduler.loop import Scheduler
 from pyllamacache.scheduler.state import SchedulerState
+from pyllamacache.store.host import HostPool
 
 from .backend import FakeBackend, make_traits
 from .driver import make_request
@@ -58,10 +60,18 @@ class Gate:
 class FakeEngine:
     """Submits requests, keeps its thread as `Engine` does, and is ended by `close` or by the collector."""
 
-    def __init__(self, backend: FakeBackend | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        backend: FakeBackend | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_checkpoints: int = 0,
+    ) -> None:
         self.backend = backend or FakeBackend(make_traits())
         metrics = Metrics(self.backend.traits.kv_tokens)
-        self.state = SchedulerState(self.backend, metrics, clock, ByteVocab().piece)
+        budget = CacheBudget(max_checkpoints, 1 << 24, 1 << 24)
+        pool = HostPool(budget.host_bytes)
+        self.state = SchedulerState(self.backend, metrics, clock, ByteVocab().piece, pool, budget)
         self.scheduler = Scheduler(self.state, "fake engine")
         self.scheduler.start()
         self._finalizer = weakref.finalize(self, self.scheduler.stop)

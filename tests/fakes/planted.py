@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from pyllamacache.scheduler.backend import Feed, Traits
 
 from .memory import Cell
@@ -71,3 +74,35 @@ class LateState(Sequences):
     def cut(self, seq_id: int, n_tokens: int) -> None:
         super().cut(seq_id, n_tokens)
         self._before_last.pop(seq_id, None)
+
+
+class LateCapture(Sequences):
+    """A capture takes the state from before the last feed, or a window in which a cell has another one's value."""
+
+    def __init__(self, traits: Traits, n_swa: int) -> None:
+        super().__init__(traits, n_swa)
+        self._before: dict[int, int] = {}
+
+    def feed_state(self, feed: Feed, value: int) -> None:
+        assert self.states is not None
+        self._before[feed.seq_id] = self.states[feed.seq_id].digest
+        super().feed_state(feed, value)
+
+    def save_state(self, seq_id: int) -> dict[str, Any]:
+        saved = super().save_state(seq_id)
+        if "state" in saved:
+            saved["state"] = (self._before.get(seq_id, 0), saved["state"][1])
+        if saved.get("window"):
+            position, _ = saved["window"][0]
+            saved["window"][0] = (position, 1)
+        return saved
+
+
+class ForeignDonor(Sequences):
+    """What is taken from another sequence beside a checkpoint lacks a token in the middle."""
+
+    def resume(self, donor_id: int | None, seq_id: int, n_tokens: int, saved: dict[str, Any]) -> None:
+        super().resume(donor_id, seq_id, n_tokens, saved)
+        if donor_id is not None and self.span is not None:
+            cell = self.span.cells(seq_id)[n_tokens // 2]
+            self.span.cells(seq_id)[n_tokens // 2] = replace(cell, value=cell.value ^ 1)

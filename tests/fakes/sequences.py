@@ -143,6 +143,32 @@ class Sequences:
             else:
                 self.states[seq_id].digest = mix(666, position)
 
+    # -- states at one position --
+
+    def save_state(self, seq_id: int) -> dict[str, Any]:
+        """The part that cannot be cut. Planted faults override it."""
+        saved = self.save(seq_id)
+        saved.pop("span", None)
+        return saved
+
+    def resume(self, donor_id: int | None, seq_id: int, n_tokens: int, saved: dict[str, Any]) -> None:
+        """Raises ValueError and leaves everything as it was, or nothing where the state was of another position."""
+        if (saved["kind"], saved["exact"]) != (self.traits.memory.value, self.traits.exact):
+            raise ValueError("of another kind")
+        if self.span is not None:
+            n_held = len(self.span.cells(seq_id if donor_id is None else donor_id))
+            if n_held < n_tokens or (donor_id is not None and self.span.cells(seq_id)):
+                raise ValueError("the cells before it are not there")
+            if donor_id is not None:
+                self.span.share(donor_id, seq_id, n_tokens)
+            self.span.trim(seq_id, n_tokens)
+        if self.windows is not None:
+            self.windows[seq_id].trim(seq_id, 0)
+        self._load_state(seq_id, saved)
+        if not self.holds(seq_id, n_tokens):
+            self.cut(seq_id, 0)
+            raise ValueError("of another position")
+
     # -- whole states --
 
     def save(self, seq_id: int) -> dict[str, Any]:
@@ -166,6 +192,9 @@ class Sequences:
                 raise ValueError("no cells")
             for token, value in saved["span"]:
                 self.span.append(seq_id, token, value)
+        self._load_state(seq_id, saved)
+
+    def _load_state(self, seq_id: int, saved: dict[str, Any]) -> None:
         if self.windows is not None and saved["window"]:
             cells = self.windows[seq_id].put([(seq_id, position) for position, _ in saved["window"]])
             for cell, (_, value) in zip(cells, saved["window"], strict=True):

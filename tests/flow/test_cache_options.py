@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pyllamacache import CacheConfig
 from pyllamacache.errors import InvalidRequestError, UnknownOptionError
 from tests.flow.hold import before_step, finish_order, held, wait_for_chunk
 from tests.flow.law import check_numbers, joined, random_ids
@@ -91,18 +92,24 @@ def test_warm_takes_no_option_that_only_a_reply_could_follow(make: NewEngine) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exact", MODES, ids=["default", "exact"])
 @pytest.mark.parametrize("max_tokens", [0, 8])
-def test_the_same_prompt_again_gives_the_same_answer(kind: str, exact: bool, max_tokens: int, make: NewEngine) -> None:
+@pytest.mark.parametrize("max_checkpoints", [0, 32])
+def test_the_same_prompt_again_gives_the_same_answer(
+    kind: str, exact: bool, max_tokens: int, max_checkpoints: int, make: NewEngine
+) -> None:
     """Scenario S11: an exact match backed off one token, the memory refused, the process died."""
-    engine = make(kind, exact=exact)
+    engine = make(kind, exact=exact, cache=CacheConfig(max_checkpoints=max_checkpoints))
     replies = [engine.complete(HEADER, max_tokens=max_tokens) for _ in range(3)]
     assert len({reply.token_ids for reply in replies}) == 1
     for reply in replies:
         check_numbers(HEADER, reply)
     if kind == "full":
         assert replies[1].usage.cached_tokens == (64 if exact else 95)
+    elif exact and kind != "sliding":
+        assert replies[1].usage.cached_tokens == (64 if max_checkpoints else 0)
     elif not exact and kind != "sliding":
-        assert (replies[1].cache.reason.value, replies[1].cache.position) == ("not_rewindable", 95)
-        assert replies[1].cache.matched_tokens == 96
+        assert (replies[1].usage.cached_tokens, replies[1].cache.matched_tokens) == (92 if max_checkpoints else 0, 96)
+        assert replies[1].cache.reason.value == "no_checkpoint"
+        assert replies[1].cache.position == 95
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,13 +202,18 @@ def test_a_namespace_reuses_its_own(make: NewEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chosen_slot_is_used(kind: str, make: NewEngine) -> None:
-    engine = make(kind, n_slots=3)
+@pytest.mark.parametrize("max_checkpoints", [0, 32])
+def test_a_chosen_slot_is_used(kind: str, max_checkpoints: int, make: NewEngine) -> None:
+    """What another one holds comes along: cells alone on dense memory, elsewhere with a checkpoint."""
+    engine = make(kind, n_slots=3, cache=CacheConfig(max_checkpoints=max_checkpoints))
     engine.complete(HEADER, max_tokens=0, slot=2)
     reply = engine.complete(joined(HEADER, MORE), max_tokens=0, slot=1)
     assert reply.slot_id == 1
     if kind == "full":
         assert (reply.cache.source.value, reply.usage.cached_tokens) == ("shared", 96)
+    elif max_checkpoints:
+        assert (reply.cache.source.value, reply.usage.cached_tokens) == ("checkpoint", 96)
+        assert (reply.cache.reason.value, reply.cache.position) == ("hit", 96)
     else:
         assert (reply.cache.reason.value, reply.cache.position, reply.usage.cached_tokens) == ("other_slot", 96, 0)
     assert engine.slots[2].token_ids == HEADER.tolist()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyllamacache import CacheConfig
 from pyllamacache.errors import NativeError
 from tests.flow.law import check_numbers, joined, random_ids
 from tests.native.faults import damage, on_scheduler
@@ -72,11 +73,15 @@ def test_a_call_that_keeps_failing_fails_its_request_and_the_engine_goes_on(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_checkpoints", [0, 32])
 def test_memory_that_does_not_end_where_the_books_say_is_refused_and_prefilled_again(
-    kind: str, new_engine: Callable[..., Any]
+    kind: str, max_checkpoints: int, new_engine: Callable[..., Any]
 ) -> None:
-    """A tail cut behind the engine's back: libllama's own check is off on M-RoPE models, ours is not."""
-    engine = new_engine(kind, n_slots=1, flash_attention="off")
+    """A tail cut behind the engine's back: libllama's own check is off on M-RoPE models, ours is not.
+
+    Purely recurrent memory needs nothing but the checkpoint of the first request, and never looks at what is gone.
+    """
+    engine = new_engine(kind, n_slots=1, flash_attention="off", cache=CacheConfig(max_checkpoints=max_checkpoints))
     ids = joined(VICTIM, random_ids(9, 20))
     expected = engine.complete(ids, max_tokens=4, return_logits=True, cache_prompt=False)
     engine.slots[0].erase()
@@ -85,4 +90,7 @@ def test_memory_that_does_not_end_where_the_books_say_is_refused_and_prefilled_a
     reply = engine.complete(ids, max_tokens=4, return_logits=True)
     assert reply.token_ids == expected.token_ids
     assert np.abs(reply.logits - expected.logits).max() < 1e-3
-    assert (reply.usage.cached_tokens, reply.cache.reason.value) == (0, "lost")
+    if kind == "recurrent" and max_checkpoints:
+        assert (reply.usage.cached_tokens, reply.cache.source.value) == (len(ids) - 4, "checkpoint")
+    else:
+        assert (reply.usage.cached_tokens, reply.cache.reason.value) == (0, "lost")

@@ -1,16 +1,19 @@
-"""The law over random conversations, on every memory kind, default and exact."""
+"""The law over random conversations, on every memory kind, default and exact, under every budget of checkpoints."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from tests.flow.checkpoints import BUDGETS, budget_of, check_budget, watch_peaks
+from tests.flow.hold import before_step, held
 from tests.flow.law import Ids, Pair, joined, random_ids
 
 KINDS = ["full", "sliding", "hybrid", "recurrent"]
@@ -36,12 +39,16 @@ moves = st.builds(
             "append",
             "append with reply",
             "edit",
+            "edit the end",
             "cut",
             "repeat",
+            "return",
             "prefix",
             "branch",
+            "boundary",
             "beside",
             "cancel",
+            "cancel prefill",
             "warm",
         ]
     ),
@@ -58,7 +65,8 @@ class Client:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.conversations: list[Ids] = [random_ids(seed, 60 + 40 * seed) for seed in range(3)]
-        self.last_reply: tuple[int, ...] = ()
+        self.earlier = list(self.conversations)
+        """What some conversation once was, by the order of the moves."""
 
     def play(self, move: Move) -> None:
         ids = self.conversations[move.conversation]
@@ -72,6 +80,13 @@ class Client:
             ids = joined(ids, first.token_ids, fresh)
         elif move.what == "edit":
             ids = joined(ids[:at], fresh[: len(ids) - at], ids[at + len(fresh) :])
+        elif move.what == "edit the end":
+            ids = joined(ids[: -min(move.n, len(ids) - 1)], fresh)
+        elif move.what == "return":
+            ids = joined(self.earlier[int(len(self.earlier) * move.fraction)], fresh[: move.n // 4])
+        elif move.what == "boundary":
+            ids = joined(ids, fresh)
+            options["boundaries"] = [at, len(ids) - 1]
         elif move.what in ("cut", "prefix"):
             ids = ids[:at]
         elif move.what == "branch":
@@ -81,12 +96,17 @@ class Client:
             self._beside(ids, fresh)
         elif move.what == "cancel":
             self._cancel(joined(ids, fresh)[:MAX_TOKENS])
+        elif move.what == "cancel prefill":
+            ids = joined(ids, random_ids(move.seed, 4 * move.n))[:MAX_TOKENS]
+            self._cancel_prefill(ids, 1 + move.n % 4)
         elif move.what == "warm":
             self.pair.warm.warm(ids)
         else:
             self.pair.ask(ids, **options)
         if move.what != "prefix":
             self.conversations[move.conversation] = ids
+            self.earlier.append(ids)
+        check_budget(self.pair.warm)
 
     def _beside(self, ids: Ids, fresh: Ids) -> None:
         """The same conversation while another, unrelated request generates."""
@@ -102,22 +122,67 @@ class Client:
         assert handle.result().finish_reason in ("cancelled", "length", "stop")
         self.pair.ask(ids)
 
+    def _cancel_prefill(self, ids: Ids, nth: int) -> None:
+        backend = self.pair.warm._state.backend
+        step = backend.step
+        with held(self.pair.warm):
+            handle = self.pair.warm.submit(ids, max_tokens=4)
+            before_step(self.pair.warm, nth, handle.cancel)
+        handle.result()
+        backend.step = step
+        self.pair.ask(ids)
+
+
+Answers = dict[tuple[bytes, int], Any]
+
+USUAL = [
+    Move("append with reply", 2, 0.5, 400, 1),
+    Move("repeat", 2, 0.5, 1, 2),
+    Move("edit", 2, 0.4, 9, 3),  # further back than a window's cells are kept
+    Move("return", 2, 0.99, 40, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def cold_answers() -> Callable[[str, bool], Answers]:
+    """What the engines without reuse said, by kind and mode: the same scripts are played under every budget."""
+    kept: dict[tuple[str, bool], Answers] = {}
+    return lambda kind, exact: kept.setdefault((kind, exact), {})
+
 
 @pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_reuse_never_changes_an_answer(kind: str, exact: bool, new_pair: Callable[..., Pair]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [("full", "32"), *((kind, budget) for kind in KINDS[1:] for budget in BUDGETS)],
+)
+def test_reuse_never_changes_an_answer(
+    kind: str, budget: str, exact: bool, new_pair: Callable[..., Pair], cold_answers: Callable[[str, bool], Answers]
+) -> None:
     """Random moves on three conversations and two slots."""
-    pair = new_pair(kind, exact=exact)
+    pair = new_pair(kind, exact=exact, cache=budget_of(budget, kind), answers=cold_answers(kind, exact))
+    peaks, limits = watch_peaks(pair.warm), pair.warm.cache.budget
 
-    @settings(max_examples=10)
-    @given(st.lists(moves, min_size=1, max_size=8))
+    @settings(max_examples=6, database=None)
+    @seed(zlib.crc32(f"{kind} {exact}".encode()))
+    @given(st.lists(moves, min_size=3, max_size=8))
     def replay(script: list[Move]) -> None:
         client = Client(pair)
         for move in script:
             client.play(move)
 
     replay()
-    assert pair.n_reused > 0 or (exact and kind in ("hybrid", "recurrent")), "nothing was ever reused: vacuous"
+    client = Client(pair)
+    for move in USUAL:
+        client.play(move)
+    takes_any = kind != "full" and not (exact and kind == "sliding") and budget != "0"
+    if takes_any and budget in ("4", "32"):
+        assert "checkpoint" in pair.sources
+    elif not takes_any:
+        assert "checkpoint" not in pair.sources
+    assert peaks.n_checkpoints <= limits.max_checkpoints
+    assert peaks.checkpoint_bytes <= limits.checkpoint_bytes
+    assert peaks.resident_bytes <= limits.host_bytes
+    assert pair.n_reused > 0 or (exact and budget == "0" and kind != "full"), "nothing was ever reused: vacuous"
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "recurrent"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyllamacache import Engine, Model
+from pyllamacache import CacheConfig, Engine, Model
 from tests.flow.hold import wait_for_chunk
 from tests.flow.law import Ids, check_numbers, joined, random_ids
 
@@ -149,10 +149,12 @@ WINDOW = 512
 """Gemma 3's sliding window in tokens."""
 
 
-def test_a_real_sliding_model_says_what_it_can_resume(gemma3: Model) -> None:
-    """Append: all of it. An edit inside the window: there. An edit far back: nothing, with the reason."""
+@pytest.mark.parametrize(("max_checkpoints", "far_cached"), [(0, 0), (32, 256)])
+def test_a_real_sliding_model_says_what_it_can_resume(gemma3: Model, max_checkpoints: int, far_cached: int) -> None:
+    """Append: all of it. An edit inside the window: there. An edit far back: the nearest checkpoint, and the reason."""
     assert gemma3.memory == "sliding"
-    with engine_of(gemma3, n_ctx=2048, n_slots=1, n_ubatch=128) as engine:
+    cache = CacheConfig(max_checkpoints=max_checkpoints)
+    with engine_of(gemma3, n_ctx=2048, n_slots=1, n_ubatch=128, cache=cache) as engine:
         n = 2 * WINDOW  # so long that the cells of the first tokens have been used again
         ids = random_ids(5, n, vocabulary=50_000)
         engine.complete(ids, max_tokens=0)
@@ -167,8 +169,32 @@ def test_a_real_sliding_model_says_what_it_can_resume(gemma3: Model) -> None:
         far = joined(ids[:300], [7, 8, 9])
         reply = engine.complete(far, max_tokens=1)
         check_numbers(far, reply)
-        assert (reply.usage.cached_tokens, reply.cache.matched_tokens) == (0, 300)
-        assert (reply.cache.reason.value, reply.cache.position) == ("not_rewindable", 300)
+        assert (reply.usage.cached_tokens, reply.cache.matched_tokens) == (far_cached, 300)
+        assert (reply.cache.reason.value, reply.cache.position) == ("no_checkpoint", 300)
+
+
+def test_a_real_window_is_put_back_after_it_moved_on(gemma3: Model) -> None:
+    """560 tokens, then 400 others, then back: what is asked can only be answered from the window that is gone.
+
+    Exact mode keeps the whole window and takes no checkpoints of it; the answer is one that noise cannot turn.
+    """
+    fact = "The secret word of the house is Paris. Remember it well. "
+    head = ids_of(gemma3, fact + HEADER * 8, 560)
+    question = gemma3.tokenize(" The secret word of the house is", add_special=False)
+    with engine_of(gemma3, n_ctx=1280, n_slots=1, n_ubatch=128) as engine:
+        engine.complete(joined(head, random_ids(5, 400, vocabulary=50_000)), max_tokens=0, boundaries=[560])
+        asked = joined(head, question)
+        reply = engine.complete(asked, max_tokens=6, return_logits=True)
+        check_numbers(asked, reply)
+        assert (reply.usage.cached_tokens, reply.cache.source.value) == (560, "checkpoint")
+        cold = engine.complete(asked, max_tokens=6, return_logits=True, cache_prompt=False)
+    assert "Paris" in reply.text
+    assert reply.token_ids == cold.token_ids
+    assert reply.logits is not None
+    assert cold.logits is not None
+    # quantised: a neighbour moves these by 0.5, and the right answer leads by several times that
+    best, second = np.sort(cold.logits)[-1], np.sort(cold.logits)[-2]
+    assert np.abs(reply.logits - cold.logits).max() < 1.0 < (best - second)
 
 
 def test_a_real_sliding_model_keeps_the_law_bit_for_bit(

@@ -1,7 +1,7 @@
 """Reports of real users, replayed on tiny models; the numbers S01 to S76 are those of the project's scenario list.
 
 Every reply goes through the law's checker: the same answer as a cold run, honest numbers, a reason with a position.
-Entries that need checkpoints, tiers or chat come with those.
+Those of checkpoints are in test_checkpoint_scenarios.py; entries that need tiers or chat come with those.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pyllamacache import CacheConfig
 from tests.flow.law import Pair, check_numbers, joined, random_ids
 
 ALL_KINDS = ["full", "sliding", "hybrid", "recurrent"]
@@ -41,32 +42,41 @@ def test_s02_a_short_prompt_is_never_an_error(kind: str, n: int, new_pair: Calla
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_s11_an_identical_prompt_twice_is_answered_twice(kind: str, new_pair: Callable[..., Pair]) -> None:
-    pair = new_pair(kind)
+@pytest.mark.parametrize("max_checkpoints", [0, 32])
+def test_s11_an_identical_prompt_twice_is_answered_twice(
+    kind: str, max_checkpoints: int, new_pair: Callable[..., Pair]
+) -> None:
+    pair = new_pair(kind, cache=CacheConfig(max_checkpoints=max_checkpoints))
     ids = random_ids(4, 500)
     first = pair.ask(ids, max_tokens=8)
     again = pair.ask(ids, max_tokens=8)
     assert again.token_ids == first.token_ids
     if kind == "full":
         assert again.cache.prefilled_tokens == 1
+    elif kind == "sliding" and not max_checkpoints:
+        assert (again.cache.prefilled_tokens, again.cache.reason.value) == (1, "hit")
     else:
-        assert again.cache.reason.value == ("hit" if again.usage.cached_tokens else "not_rewindable")
+        # the window could go back to 499 too, but that would cost the slot its reply, and another one is free
+        assert again.cache.prefilled_tokens == (4 if max_checkpoints else 500)
+        assert again.cache.reason.value == ("other_slot" if kind == "sliding" else "no_checkpoint")
         assert again.cache.position == 499
     pair.ask(ids, max_tokens=0)
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_s15_s71_a_divergence_that_cannot_be_rewound_prefills_and_says_why(
-    kind: str, new_pair: Callable[..., Pair]
+@pytest.mark.parametrize(("max_checkpoints", "cached"), [(0, 0), (32, 128)])
+def test_s15_s71_a_divergence_falls_back_to_a_checkpoint_or_to_nothing_and_says_why(
+    kind: str, max_checkpoints: int, cached: int, new_pair: Callable[..., Pair]
 ) -> None:
-    pair = new_pair(kind)
+    """The state is only where it is; with checkpoints, that of the first n_batch is the deepest before the change."""
+    pair = new_pair(kind, cache=CacheConfig(max_checkpoints=max_checkpoints))
     ids = random_ids(5, 200)
     pair.ask(ids)
     edited = ids.copy()
     edited[150] = (edited[150] + 1) % 256
     reply = pair.ask(edited, slot=0)
-    assert (reply.usage.cached_tokens, reply.cache.reason.value, reply.cache.position) == (0, "not_rewindable", 150)
-    assert reply.cache.matched_tokens == 150
+    assert (reply.usage.cached_tokens, reply.cache.reason.value) == (cached, "no_checkpoint")
+    assert (reply.cache.position, reply.cache.matched_tokens) == (150, 150)
 
 
 def test_s17_a_window_that_still_holds_everything_is_rewound(new_pair: Callable[..., Pair]) -> None:
@@ -85,13 +95,17 @@ def test_s17_the_full_size_window_of_exact_mode_rewinds_anywhere_on_the_grid(new
     assert pair.ask(joined(ids[:100], random_ids(9, 40)), slot=0).usage.cached_tokens == 96
 
 
-def test_a_window_whose_beginning_is_gone_is_not_resumed(new_pair: Callable[..., Pair]) -> None:
+@pytest.mark.parametrize(("max_checkpoints", "cached"), [(0, 0), (32, 128)])
+def test_a_window_whose_beginning_is_gone_is_not_resumed(
+    max_checkpoints: int, cached: int, new_pair: Callable[..., Pair]
+) -> None:
     """`seq_rm` answers true here, and what follows would be garbage: the rule decides, not the answer."""
-    pair = new_pair("sliding")
+    pair = new_pair("sliding", cache=CacheConfig(max_checkpoints=max_checkpoints))
     ids = random_ids(10, 600)
     pair.ask(ids)
     reply = pair.ask(joined(ids[:200], random_ids(11, 40)), slot=0)
-    assert (reply.usage.cached_tokens, reply.cache.reason.value, reply.cache.position) == (0, "not_rewindable", 200)
+    assert (reply.usage.cached_tokens, reply.cache.reason.value) == (cached, "no_checkpoint")
+    assert reply.cache.position == 200
 
 
 def test_s33_every_conversation_can_be_saved_not_only_the_last(new_engine: Callable[..., Any], tmp_path: Any) -> None:
@@ -145,7 +159,9 @@ def test_s50_a_changing_header_costs_what_comes_after_it_and_is_named(kind: str,
     reply = pair.ask(joined(front, [4, 5, 6], rest))
     assert reply.cache.position == 20
     assert reply.usage.cached_tokens == (20 if kind == "full" else 0)
-    assert reply.cache.reason.value == ("diverged" if kind == "full" else "not_rewindable")
+    assert reply.cache.reason.value == ("diverged" if kind == "full" else "no_checkpoint")
+    third = pair.ask(joined(front, [7, 8, 9], rest))  # from the second on, the state at 20 is known
+    assert (third.usage.cached_tokens, third.cache.reason.value) == (20, "diverged")
 
 
 @pytest.mark.parametrize("position", [20, 480, 496])

@@ -1,7 +1,8 @@
 """The law over random conversations: what is answered with reuse is what the same ids give on a fresh backend.
 
 A rule machine drives the scheduler's stages over the fake backend: all memory kinds, exact and default, tiny budgets,
-every kind of prompt, cancels, timeouts, failing calls, slot files. `Driver` checks the books after every turn.
+every kind of prompt, cancels, timeouts, failing calls, slot files, several captures in flight, budgets that change.
+`Driver` checks the books after every turn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pyllamacache.config import Memory
+from pyllamacache.config import CacheBudget, Memory
 from pyllamacache.errors import (
     CapacityError,
     CellsExhaustedError,
@@ -31,10 +32,12 @@ from pyllamacache.errors import (
     SlotBusyError,
 )
 from pyllamacache.prefix.match import common_prefix_len
+from pyllamacache.prefix.tree import Checkpoint
 from pyllamacache.scheduler.backend import Traits
+from pyllamacache.store.host import Block
 from tests.fakes import EOG, Culprit, Driver, FakeBackend, GroupFault, Sequences, Ticket, every_fault, make_traits
 from tests.fakes.driver import Saved
-from tests.fakes.planted import LateState, ShortShare, StaleTail
+from tests.fakes.planted import ForeignDonor, LateCapture, LateState, ShortShare, StaleTail
 
 if TYPE_CHECKING:
     from pyllamacache.request import Ids
@@ -44,8 +47,21 @@ NAMESPACES = ("", "", "", "other")
 TRUNKS = (list(range(1, 25)), [1, 2, 3, 4, *[9] * 14], [5])
 EOGS = frozenset({EOG, *range(0, 250, 25)})
 """One reply token in 23."""
+FAILING_CALLS = (
+    "trim",
+    "trim_raises",
+    "share",
+    "load_state",
+    "new_sampler",
+    "state_bytes",
+    "begin_capture",
+    "capture",
+    "resume",
+)
 small_ids = st.lists(st.integers(1, 3), min_size=1, max_size=9)
 indexes = st.integers(0, 9)
+NEVER = 10**9
+"""Polls: a capture is done when it is waited for."""
 
 
 @st.composite
@@ -70,12 +86,24 @@ class LawMachine(RuleBasedStateMachine):
     is_strict = True
     memories: Sequence[Memory] = tuple(Memory)
     has_faults = True
+    """Also: files are read and written, and budgets change."""
 
     @initialize(data=st.data(), n_swa=st.sampled_from([2, 3, 6]))
     def start(self, data: st.DataObject, n_swa: int) -> None:
         traits = data.draw(traits_of(self.memories))
         backend = FakeBackend(traits, n_swa=n_swa, is_strict=self.is_strict, sequences_type=self.sequences_type)
-        self.driver = Driver(backend)
+        if self.has_faults:
+            max_checkpoints = data.draw(st.sampled_from([0, 1, 2, 3, 4, 6, 32]))
+            checkpoint_bytes = data.draw(st.sampled_from([None, None, None, 700, 100]))
+            backend.capture_polls = data.draw(st.sampled_from([0, 0, 3, NEVER, NEVER]))
+            backend.max_captures = data.draw(st.sampled_from([1, 1, 2, 4]))
+            backend.staging = data.draw(st.sampled_from([0, 0, 300]))
+        else:
+            max_checkpoints, checkpoint_bytes = 32, None
+        self.driver = Driver(backend, max_checkpoints=max_checkpoints, checkpoint_bytes=checkpoint_bytes)
+        self.read: list[tuple[Checkpoint, bytes]] = []
+        """Checkpoints that are being written to a file, with their bytes."""
+        self.incoming: list[tuple[Saved, dict[int, tuple[str, Block]]]] = []
         self.saved: list[Saved] = []
         self.culprits: set[int] = set()
         self.has_failed_groups = False
@@ -108,6 +136,7 @@ class LawMachine(RuleBasedStateMachine):
                 "return_logits": st.just(True),
                 "timeout_s": st.sampled_from([0.5, 3.0]),
                 "min_tokens": st.just(2),
+                "boundaries": st.lists(st.integers(1, 30), max_size=3).map(lambda each: tuple(sorted(set(each)))),
                 "stop": st.sampled_from([("e",), ("\ufffd", "a")]),
                 "logprobs": st.just(True),
                 "grammar": st.sampled_from(["unparsable", "fail at 1", "fine"]),
@@ -151,6 +180,16 @@ class LawMachine(RuleBasedStateMachine):
         prompt = prompts[-1 - base % len(prompts)][:n_tokens]
         self.driver.submit(prompt[:N_CTX], generate=False, namespace=namespace)
 
+    @precondition(lambda self: any(slot.is_held and not slot.is_busy for slot in self.driver.state.slots))
+    @rule(index=indexes, at=st.floats(0, 1), max_tokens=st.integers(0, 3))
+    def leave_a_slot_that_waits(self, index: int, at: float, max_tokens: int) -> None:
+        """Back to somewhere in what it holds, whose end is not captured yet."""
+        waiting = [slot for slot in self.driver.state.slots if slot.is_held and not slot.is_busy]
+        slot = waiting[index % len(waiting)]
+        prompt = [*self.driver.held(slot.slot_id)[: 1 + round(at * len(slot))], 7][: N_CTX - max_tokens]
+        self.driver.submit(prompt, max_tokens=max_tokens, namespace=slot.namespace, slot=slot.slot_id)
+        self.driver.turn()
+
     @rule(index=indexes)
     def cancel(self, index: int) -> None:
         if self.driver.tickets:
@@ -178,7 +217,7 @@ class LawMachine(RuleBasedStateMachine):
         self.driver.backend.fail_group(nth, fault)
 
     @precondition(lambda self: self.has_faults)
-    @rule(calls=st.lists(st.sampled_from(["trim", "trim_raises", "share", "load_state", "new_sampler", "sample"])))
+    @rule(calls=st.lists(st.sampled_from([*FAILING_CALLS, "sample"])))
     def fail_some_calls(self, calls: list[str]) -> None:
         if "sample" in calls:
             self.driver.backend.fail_sampling(2)
@@ -211,6 +250,63 @@ class LawMachine(RuleBasedStateMachine):
         except (SlotBusyError, CellsExhaustedError, NativeError):
             assert self.driver.held(slot_id) == before
 
+    @precondition(lambda self: self.has_faults and self.saved)
+    @rule(index=indexes)
+    def begin_to_read_a_file(self, index: int) -> None:
+        saved = self.saved[index % len(self.saved)]
+        self.incoming.append((saved, self.driver.read(saved)))
+
+    @precondition(lambda self: self.incoming)
+    @rule(slot_id=st.integers(0, 3))
+    def have_read_a_file(self, slot_id: int) -> None:
+        saved, blocks = self.incoming.pop()
+        slot_id %= self.driver.traits.n_slots
+        before = self.driver.held(slot_id)
+        try:
+            self.driver.put(slot_id, saved, blocks)
+        except (SlotBusyError, CellsExhaustedError, NativeError):
+            assert self.driver.held(slot_id) == before
+
+    # -- the cache --
+
+    @precondition(lambda self: self.has_faults)
+    @rule(
+        max_checkpoints=st.sampled_from([0, 1, 3, 32]),
+        checkpoint_bytes=st.sampled_from([10**6, 10**6, 700, 100]),
+        host_bytes=st.sampled_from([10**6, 10**6, 2000]),
+    )
+    def change_the_budget(self, max_checkpoints: int, checkpoint_bytes: int, host_bytes: int) -> None:
+        self.driver.state.checkpoints.set_budget(
+            CacheBudget(max_checkpoints, min(checkpoint_bytes, host_bytes), host_bytes)
+        )
+
+    @precondition(lambda self: self.has_faults)
+    @rule(namespace=st.sampled_from([None, *NAMESPACES]))
+    def clear(self, namespace: str | None) -> None:
+        before = list(self.driver.state.checkpoints.tree)
+        cleared = [node for node in before if namespace in (None, node.namespace)]
+        assert self.driver.state.checkpoints.clear(namespace) == len(cleared)
+        assert len(self.driver.state.checkpoints.tree) == len(before) - len(cleared)
+
+    @precondition(lambda self: self.has_faults)
+    @rule(slot_id=st.integers(0, 3))
+    def begin_to_write_a_file(self, slot_id: int) -> None:
+        checkpoints = self.driver.state.checkpoints
+        for node in checkpoints.held_by(self.driver.slot(slot_id % self.driver.traits.n_slots)):
+            checkpoints.hold(node)
+            self.read.append((node, checkpoints.data(node).data.tobytes()))
+
+    @precondition(lambda self: self.read)
+    @rule()
+    def have_written_the_files(self) -> None:
+        """What was read all the while is what was there at first, whether or not it was given up."""
+        checkpoints = self.driver.state.checkpoints
+        for node, before in self.read:
+            block = checkpoints.data(node) if checkpoints.has(node) else checkpoints._orphans[node]
+            assert block.data.tobytes() == before
+            checkpoints.let_go(node)
+        self.read.clear()
+
     # -- the law --
 
     @invariant()
@@ -234,6 +330,12 @@ class LawMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.run()
             self.check_answers()
+            self.driver.check()
+            self.have_written_the_files()
+            while self.incoming:
+                self.have_read_a_file(0)
+            self.driver.backend.faults.calls = []
+            self.driver.close()
 
 
 @pytest.mark.timeout(900)  # seconds; a failure is shrunk before it is shown
@@ -278,6 +380,16 @@ def test_a_wrong_read_is_refused_when_it_happens(planted: type[Sequences], memor
 
 @pytest.mark.parametrize(("planted", "memory"), [*PLANTED, *LATE])
 def test_a_wrong_read_shows_in_the_answers(planted: type[Sequences], memory: Memory) -> None:
+    with pytest.raises(AssertionError, match="a cold run"):
+        run_law(planted, memory)
+
+
+CAPTURED: list[tuple[type[Sequences], Memory]] = [(LateCapture, memory) for memory in Memory if memory.has_state]
+CAPTURED += [(ForeignDonor, Memory.HYBRID), (ForeignDonor, Memory.SLIDING)]
+
+
+@pytest.mark.parametrize(("planted", "memory"), CAPTURED)
+def test_a_wrong_checkpoint_shows_in_the_answers(planted: type[Sequences], memory: Memory) -> None:
     with pytest.raises(AssertionError, match="a cold run"):
         run_law(planted, memory)
 

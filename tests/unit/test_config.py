@@ -100,7 +100,6 @@ def test_auto_flash_attention_is_off_on_the_cpu_where_it_can_be(changed: dict[st
 # ---- the cache's budget ----------------------------------------------------------------------------------------
 
 GIB = 1 << 30
-STATE = 150 << 20
 
 
 @pytest.mark.parametrize(
@@ -153,28 +152,21 @@ def test_a_number_of_checkpoints_that_is_none_is_named(value: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "machine_bytes", "expected"),
     [
-        (CacheConfig(), 64 * GIB, CacheBudget(32, 32 * STATE, 8 * GIB)),
+        (CacheConfig(), 64 * GIB, CacheBudget(32, 8 * GIB, 8 * GIB)),
         (CacheConfig(), 8 * GIB, CacheBudget(32, 2 * GIB, 2 * GIB)),
-        (CacheConfig(max_checkpoints=4), 8 * GIB, CacheBudget(4, 4 * STATE, 2 * GIB)),
-        (CacheConfig(max_checkpoints=0), 8 * GIB, CacheBudget(0, 0, 2 * GIB)),
-        (CacheConfig(max_checkpoints=0, checkpoint_bytes="1GiB"), 8 * GIB, CacheBudget(0, 0, 2 * GIB)),
+        (CacheConfig(), 0, CacheBudget(32, GIB, GIB)),
+        (CacheConfig(max_checkpoints=0), 8 * GIB, CacheBudget(0, 2 * GIB, 2 * GIB)),
         (CacheConfig(checkpoint_bytes="1GiB"), 64 * GIB, CacheBudget(32, GIB, 8 * GIB)),
         (CacheConfig(checkpoint_bytes=0), 64 * GIB, CacheBudget(32, 0, 8 * GIB)),
         (CacheConfig(checkpoint_bytes="9GiB"), 64 * GIB, CacheBudget(32, 8 * GIB, 8 * GIB)),
         (CacheConfig(host_bytes="100 MiB"), 64 * GIB, CacheBudget(32, 100 << 20, 100 << 20)),
-        (CacheConfig(host_bytes="20 GiB"), 8 * GIB, CacheBudget(32, 32 * STATE, 20 * GIB)),
+        (CacheConfig(host_bytes="20 GiB"), 8 * GIB, CacheBudget(32, 20 * GIB, 20 * GIB)),
         (CacheConfig(host_bytes=0), 8 * GIB, CacheBudget(32, 0, 0)),
     ],
-    ids=range(11),
+    ids=range(10),
 )
-def test_a_budget_follows_the_state_and_the_machine(
-    config: CacheConfig, machine_bytes: int, expected: CacheBudget
-) -> None:
-    assert config.resolve(STATE, machine_bytes) == expected
-
-
-def test_a_model_without_a_state_has_no_budget_for_checkpoints() -> None:
-    assert CacheConfig().resolve(0, 8 * GIB).checkpoint_bytes == 0
+def test_a_budget_follows_the_machine(config: CacheConfig, machine_bytes: int, expected: CacheBudget) -> None:
+    assert config.resolve(machine_bytes) == expected
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------

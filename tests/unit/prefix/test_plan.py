@@ -297,3 +297,141 @@ def test_without_storing_a_state_that_must_go_anyway_is_used() -> None:
 def test_without_storing_a_memory_that_can_be_cut_back_is_extended_as_usual() -> None:
     assert planned([*HEADER, 1], slot(0, HEADER), slot(1), store=False).slot_id == 0
     assert planned([*HEADER, 1], slot(0, HEADER), slot(1), rules=SINGLE, store=False).slot_id == 0
+
+
+# ---- memory with a state ---------------------------------------------------------------------------------------
+
+STATE = Rules(can_share=True, has_state=True)
+STATE_ONLY = Rules(can_share=False, has_state=True, has_cells=False)
+LONG = list(range(100, 160))
+"""The header and ten tokens more."""
+
+
+def hybrid(slot_id: int, ids: Sequence[int] = (), **options: Any) -> SlotView:
+    return slot(slot_id, ids, floor=None, **options)
+
+
+def test_a_state_goes_back_to_the_deepest_checkpoint_before_the_change() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG), rules=STATE, checkpoints=(20, 46))
+    assert outcome(result) == (0, Source.CHECKPOINT, 46, Reason.NO_CHECKPOINT, 50)
+    assert (result.donor_id, result.matched_tokens, result.lost_tokens) == (None, 50, 10)
+
+
+def test_a_checkpoint_just_where_the_prompt_leaves_is_all_that_can_be_had() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG), rules=STATE, checkpoints=(20, 50))
+    assert outcome(result) == (0, Source.CHECKPOINT, 50, Reason.DIVERGED, 50)
+
+
+def test_a_prompt_that_extends_the_slot_needs_no_checkpoint() -> None:
+    result = planned([*LONG, 1], hybrid(0, LONG), hybrid(1), rules=STATE, checkpoints=(20, 60))
+    assert outcome(result) == (0, Source.SLOT, 60, Reason.HIT, 60)
+
+
+def test_a_checkpoint_beyond_what_the_cells_hold_is_of_no_use() -> None:
+    result = planned([*HEADER, 1, 2, 3], hybrid(0, HEADER[:30]), rules=STATE, checkpoints=(20, 51))
+    assert outcome(result) == (0, Source.SLOT, 30, Reason.HIT, 30)
+    result = planned([*HEADER, 1, 2, 3], hybrid(0, [*HEADER[:30], 7]), rules=STATE, checkpoints=(20, 51))
+    assert outcome(result) == (0, Source.CHECKPOINT, 20, Reason.NO_CHECKPOINT, 30)
+
+
+def test_an_empty_slot_takes_cells_of_another_one_and_a_checkpoint() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG, used=1), hybrid(1), rules=STATE, checkpoints=(46,))
+    assert outcome(result) == (1, Source.CHECKPOINT, 46, Reason.NO_CHECKPOINT, 50)
+    assert (result.donor_id, result.lost_tokens) == (0, 0)
+
+
+def test_a_busy_slot_gives_its_cells_too() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG, busy=True), hybrid(1), rules=STATE, checkpoints=(50,))
+    assert outcome(result) == (1, Source.CHECKPOINT, 50, Reason.DIVERGED, 50)
+    assert result.donor_id == 0
+
+
+def test_what_only_the_holder_itself_could_extend_is_in_a_busy_slot_or_in_another_one() -> None:
+    busy = planned([*HEADER, 1], hybrid(0, HEADER, busy=True), hybrid(1), rules=STATE, checkpoints=(20,))
+    assert outcome(busy) == (1, Source.CHECKPOINT, 20, Reason.SLOT_BUSY, 50)
+    asked = planned([*HEADER, 1], hybrid(0, HEADER), hybrid(1), rules=STATE, checkpoints=(20,), slot_id=SlotId(1))
+    assert outcome(asked) == (1, Source.CHECKPOINT, 20, Reason.OTHER_SLOT, 50)
+
+
+def test_what_would_be_lost_by_extending_is_in_another_slot() -> None:
+    """A window that can be cut, but with much behind the cut."""
+    held = slot(0, [*HEADER[:4], *range(300, 360)], floor=1)
+    result = planned([*HEADER[:4], 1], held, hybrid(1), rules=STATE)
+    assert outcome(result) == (1, Source.NONE, 0, Reason.OTHER_SLOT, 4)
+
+
+def test_without_a_checkpoint_everything_is_computed_again() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG), hybrid(1), rules=STATE)
+    assert outcome(result) == (1, Source.NONE, 0, Reason.NO_CHECKPOINT, 50)
+
+
+def test_a_window_is_cut_where_it_can_be_and_restored_where_it_cannot() -> None:
+    held = slot(0, LONG, floor=40)
+    assert outcome(planned([*HEADER[:45], 1], held, rules=STATE, checkpoints=(20,))) == (
+        (0, Source.SLOT, 45, Reason.DIVERGED, 45)
+    )
+    assert outcome(planned([*HEADER[:39], 1], held, rules=STATE, checkpoints=(20,))) == (
+        (0, Source.CHECKPOINT, 20, Reason.NO_CHECKPOINT, 39)
+    )
+    assert planned([*HEADER[:45], 1], held, rules=STATE, checkpoints=(45,)).source is Source.SLOT
+
+
+def test_an_identical_prompt_goes_back_to_its_tail() -> None:
+    result = planned(HEADER, hybrid(0, LONG), rules=STATE, checkpoints=(46,))
+    assert outcome(result) == (0, Source.CHECKPOINT, 46, Reason.NO_CHECKPOINT, 49)
+    assert outcome(planned(HEADER, hybrid(0, LONG), rules=STATE, checkpoints=(46, 49))) == (
+        (0, Source.CHECKPOINT, 49, Reason.HIT, 49)
+    )
+
+
+def test_nothing_alike_is_cold_whatever_is_stored() -> None:
+    assert outcome(planned([5, 6], hybrid(0, LONG), hybrid(1), rules=STATE)) == (1, Source.NONE, 0, Reason.COLD, 0)
+
+
+def test_a_checkpoint_whose_cells_nobody_holds_is_nothing_known() -> None:
+    assert outcome(planned(HEADER, hybrid(0), rules=STATE, checkpoints=(20,))) == (0, Source.NONE, 0, Reason.COLD, 0)
+
+
+def test_without_cells_a_checkpoint_is_all_it_takes() -> None:
+    result = planned([*HEADER, 1], hybrid(0, [7, 8, 9]), hybrid(1), rules=STATE_ONLY, checkpoints=(20, 46))
+    assert outcome(result) == (1, Source.CHECKPOINT, 46, Reason.HIT, 46)
+    assert (result.matched_tokens, result.donor_id) == (46, None)
+
+
+def test_without_cells_content_beyond_the_checkpoint_still_tells_what_was_missed() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG), hybrid(1), rules=STATE_ONLY, checkpoints=(20, 46))
+    assert outcome(result) == (1, Source.CHECKPOINT, 46, Reason.NO_CHECKPOINT, 50)
+    assert result.matched_tokens == 50
+
+
+def test_disabled_uses_no_checkpoint_and_counts_none() -> None:
+    result = planned([*HEADER, 1], hybrid(0, LONG), rules=STATE, checkpoints=(50,), cache_prompt=False)
+    assert outcome(result) == (0, Source.NONE, 0, Reason.DISABLED, 0)
+    alone = planned(HEADER, hybrid(0), rules=STATE_ONLY, checkpoints=(20,), cache_prompt=False)
+    assert (alone.resume_tokens, alone.matched_tokens) == (0, 0)
+
+
+def test_without_storing_a_state_is_copied_and_not_consumed() -> None:
+    """The holder could extend; but then its state would be gone."""
+    result = planned([*HEADER, 1], hybrid(0, HEADER), hybrid(1), rules=STATE, checkpoints=(46,), store=False)
+    assert outcome(result) == (1, Source.CHECKPOINT, 46, Reason.OTHER_SLOT, 50)
+    assert result.lost_tokens == 0
+
+
+def test_in_exact_mode_a_checkpoint_counts_up_to_the_last_whole_chunk() -> None:
+    rules = Rules(can_share=True, has_state=True, grid=16)
+    on_grid = planned([*HEADER, 1], hybrid(0, LONG, exact=48), rules=rules, checkpoints=(16, 48))
+    assert outcome(on_grid) == (0, Source.CHECKPOINT, 48, Reason.OFF_GRID, 48)
+    reply = planned([*HEADER, 1], hybrid(0, LONG, exact=32), rules=rules, checkpoints=(16, 48))
+    assert outcome(reply) == (0, Source.CHECKPOINT, 16, Reason.NO_CHECKPOINT, 50)
+    missing = planned([*HEADER, 1], hybrid(0, LONG, exact=48), rules=rules, checkpoints=(16,))
+    assert outcome(missing) == (0, Source.CHECKPOINT, 16, Reason.NO_CHECKPOINT, 50)
+    short = planned([*HEADER[:9], 1], hybrid(0, LONG, exact=48), rules=rules)
+    assert outcome(short) == (0, Source.NONE, 0, Reason.OFF_GRID, 0)
+
+
+def test_without_cells_nothing_is_lost_where_nothing_was() -> None:
+    """What a slot resumes from a checkpoint it did not hold before: minus 46 tokens were lost."""
+    for slots in ([hybrid(0)], [hybrid(0), hybrid(1, [7], used=-1)]):
+        result = planned([*HEADER, 1], *slots, rules=STATE_ONLY, checkpoints=(46,), store=False)
+        assert (result.slot_id, result.resume_tokens, result.lost_tokens) == (0, 46, 0)

@@ -1,0 +1,443 @@
+"""Checkpoints of an engine while it runs: taken, put back and given up, within a budget of bytes and a count.
+
+    take --> room? --> block --> backend.begin_capture --> in flight --> ready
+              |no: refused         |busy: a wanted one waits here, its slot held; an optional one is dropped
+
+The tree says which there are, the pool where their bytes are. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import NativeError
+from ..observe.metrics import CheckpointCounts
+from ..prefix.rates import Rates
+from ..prefix.retention import Eviction, Holdings, choose_victim
+from ..prefix.tree import Checkpoint, CheckpointTree
+
+if TYPE_CHECKING:
+    from ..config import CacheBudget
+    from ..request import CaptureMode, CheckpointKind, Ids
+    from ..store.host import Block, HostPool
+    from .backend import Backend, Capture
+    from .slots import SlotState
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    node: Checkpoint
+    capture: Capture
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """A first-class checkpoint of a held slot, for which no capture was free."""
+
+    slot: SlotState
+    kind: CheckpointKind
+
+
+class Checkpoints:
+    """The checkpoints of one engine over all its slots. `slots` is the scheduler's own list."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        slots: Sequence[SlotState],
+        pool: HostPool,
+        budget: CacheBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._backend = backend
+        self._slots = slots
+        self._pool = pool
+        self._clock = clock
+        self._blocks: dict[Checkpoint, Block] = {}
+        self._pending: list[Block] = []
+        """Of checkpoints that are being read from a file."""
+        self._orphans: dict[Checkpoint, Block] = {}
+        """Of checkpoints that were given up while somebody read them."""
+        self._taken_s: dict[Checkpoint, float] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._wanted: deque[_Wanted] = deque()
+        self._state_bytes = 0
+        """Size of the latest state: what the next is taken to be."""
+        self.budget = budget
+        self.is_on = backend.traits.has_state and budget.max_checkpoints > 0
+        self.is_unprepared = self.is_on
+        """Until `prepare`, which needs a sequence to look at."""
+        self.tree = CheckpointTree()
+        self.rates = Rates()
+        self.now = 0
+        """Number of the latest request."""
+        self.used_bytes = 0
+        """Charged for checkpoints, in flight or ready."""
+        self.has_changed = True
+        """Since `has_changed` was last set to False: its reader tells the statistics."""
+        self._mode: CaptureMode = "none"
+        self._staging_bytes = 0
+        self._n_waited = 0
+        self._n_restored = 0
+        self._taken: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._evicted: Counter[str] = Counter()
+        self._stall_s = 0.0
+
+    # ---- asking ----
+
+    def path(self, namespace: str, ids: Ids) -> list[Checkpoint]:
+        """Those at a prefix of `ids` whose bytes are there, the shallowest first."""
+        if not len(self.tree):
+            return []
+        self.poll()
+        return [node for node in self.tree.path(namespace, ids) if node.is_ready]
+
+    def held_by(self, slot: SlotState) -> list[Checkpoint]:
+        return self.path(slot.namespace, slot.tokens.ids) if len(slot) else []
+
+    @property
+    def n_free(self) -> int:
+        """How many more states of the latest size find room without anything being given up."""
+        if not self.is_on:
+            return 0
+        n = self.budget.max_checkpoints - len(self.tree)
+        if self._state_bytes:
+            n = min(n, (self.budget.checkpoint_bytes - self.used_bytes) // self._state_bytes)
+        return max(0, n)
+
+    @property
+    def min_gap_tokens(self) -> int:
+        return self.rates.min_gap_tokens(self._state_bytes) if self._state_bytes else 0
+
+    def has(self, node: Checkpoint) -> bool:
+        """Whether it has not been given up."""
+        return node in self._blocks
+
+    def age_s(self, node: Checkpoint) -> float:
+        return self._clock() - self._taken_s[node]
+
+    @property
+    def is_waiting(self) -> bool:
+        """A slot is held until a capture in flight is done."""
+        return bool(self._wanted)
+
+    def counts(self) -> CheckpointCounts:
+        """For the statistics."""
+        return CheckpointCounts(
+            held=len(self.tree),
+            held_bytes=self.used_bytes,
+            in_flight=len(self._in_flight),
+            captured=dict(self._taken),
+            refused=dict(self._refused),
+            evicted=dict(self._evicted),
+            waited=self._n_waited,
+            restored=self._n_restored,
+            mode=self._mode,
+            staging_bytes=self._staging_bytes,
+            stall_s=self._stall_s,
+        )
+
+    # ---- taking ----
+
+    def prepare(self, slot: SlotState) -> None:
+        """Learn from a slot that holds something how large a state is, and have memory for the first touched."""
+        self.is_unprepared = False
+        with suppress(NativeError):
+            self._state_bytes = self._backend.state_bytes(slot.slot_id)
+            self._expect()
+
+    def _expect(self) -> None:
+        if self._state_bytes and self.n_free:
+            self._pool.expect(self._state_bytes)
+
+    def take(self, slot: SlotState, kind: CheckpointKind) -> Checkpoint | None:
+        """Take one of what the slot holds now, unless there is one. None: refused, or it has to wait."""
+        if not self.is_on or not len(slot):
+            return None
+        ids = slot.tokens.ids
+        path = self.tree.path(slot.namespace, ids)
+        if path and path[-1].position == len(slot):
+            path[-1].last_used = self.now
+            return path[-1]
+        started_s = self._clock()
+        try:
+            return self._begin(slot, kind, ids, path)
+        except NativeError:
+            self._refuse("failed")
+            return None
+        finally:
+            self._stall_s += self._clock() - started_s
+
+    def _begin(self, slot: SlotState, kind: CheckpointKind, ids: Ids, path: list[Checkpoint]) -> Checkpoint | None:
+        n_bytes = self._state_bytes = self._backend.state_bytes(slot.slot_id)
+        if not self._reserve_staging(n_bytes):
+            self._refuse("no_room")
+            return None
+        block = self._find_room(n_bytes, kind, path, len(ids))
+        if block is None:
+            return None
+        if self._mode != "host":  # which it stays
+            self._mode = self._backend.capture_mode(slot.slot_id)
+        try:
+            began_s = self._clock()
+            capture = self._backend.begin_capture(slot.slot_id, block.data)
+            self.rates.captured(n_bytes, self._clock() - began_s)
+        except NativeError:
+            block.release()
+            raise
+        if capture is None:
+            block.release()
+            self.poll()
+            self._want(slot, kind)
+            return None
+        node = self._add(slot.namespace, ids, kind, block)
+        self._in_flight.append(_InFlight(node, capture))
+        self.poll()
+        self._expect()
+        return node if node in self._blocks else None
+
+    def _reserve_staging(self, n_bytes: int) -> bool:
+        """What the backend is about to allocate counts before it is there."""
+        more = self._backend.staging_bytes(n_bytes) - self._staging_bytes
+        if more <= 0:
+            return True
+        if not self._pool.reserve(more):
+            return False
+        self._staging_bytes += more
+        return True
+
+    def _want(self, slot: SlotState, kind: CheckpointKind) -> None:
+        if kind.is_optional:
+            self._refuse("busy")
+        elif not slot.is_held:
+            slot.is_held = True
+            self._wanted.append(_Wanted(slot, kind))
+            self._n_waited += 1
+            self.has_changed = True
+
+    def put(self, namespace: str, ids: Ids, kind: CheckpointKind, block: Block) -> Checkpoint | None:
+        """Take over a block that `room_for` gave as a checkpoint at the end of `ids`. None: the budget shrank since."""
+        path = self.tree.path(namespace, ids)
+        is_there = bool(path) and path[-1].position == len(ids)
+        if is_there or block not in self._pending or self._is_over():
+            self.abandon(block)
+            return path[-1] if is_there else None
+        self._pending.remove(block)
+        node = self._add(namespace, ids, kind, block)
+        node.is_ready = True
+        return node
+
+    def _add(self, namespace: str, ids: Ids, kind: CheckpointKind, block: Block) -> Checkpoint:
+        node = self.tree.add(namespace, ids, kind, len(block.data))
+        node.last_used = self.now
+        self._blocks[node] = block
+        self._taken_s[node] = self._clock()
+        self.used_bytes += node.n_bytes
+        self.has_changed = True
+        return node
+
+    def _remove(self, node: Checkpoint, *, is_evicted: bool = False) -> None:
+        self.tree.remove(node, is_evicted=is_evicted)
+        del self._taken_s[node]
+        self.used_bytes -= node.n_bytes
+        block = self._blocks.pop(node)
+        if node.n_users:
+            self._orphans[node] = block
+        else:
+            block.release()
+        self.has_changed = True
+
+    def hold(self, node: Checkpoint) -> None:
+        """Its bytes stay where they are until it is let go, even if it is given up meanwhile."""
+        node.n_users += 1
+
+    def let_go(self, node: Checkpoint) -> None:
+        node.n_users -= 1
+        if not node.n_users and node in self._orphans:
+            self._orphans.pop(node).release()
+
+    def has_room_for(self, n_bytes: int) -> bool:
+        """Whether nothing has to be given up for it."""
+        return (
+            self.is_on and self._has_budget_for(n_bytes) and n_bytes <= self._pool.limit_bytes - self._pool.used_bytes
+        )
+
+    def room_for(self, n_bytes: int, kind: CheckpointKind) -> Block | None:
+        """Memory for a checkpoint that comes from elsewhere; counted until it is `put` or `abandon`ed."""
+        block = self._find_room(n_bytes, kind, [], 0) if self.is_on else None
+        if block is not None:
+            self._pending.append(block)
+        return block
+
+    def abandon(self, block: Block) -> None:
+        """It was not needed after all; repeatable."""
+        if block in self._pending:
+            self._pending.remove(block)
+            block.release()
+
+    # ---- room ----
+
+    def _refuse(self, reason: str) -> None:
+        self._refused[reason] += 1
+        self.has_changed = True
+
+    def _charged(self) -> tuple[int, int]:
+        """Count and bytes, those that are being read from a file included."""
+        return len(self.tree) + len(self._pending), self.used_bytes + sum(len(block.data) for block in self._pending)
+
+    def _has_budget_for(self, n_bytes: int) -> bool:
+        n_charged, charged_bytes = self._charged()
+        return n_charged < self.budget.max_checkpoints and charged_bytes + n_bytes <= self.budget.checkpoint_bytes
+
+    def _is_over(self) -> bool:
+        n_charged, charged_bytes = self._charged()
+        is_over = n_charged > self.budget.max_checkpoints or charged_bytes > self.budget.checkpoint_bytes
+        return is_over or self._pool.resident_bytes > self._pool.limit_bytes
+
+    def _find_room(self, n_bytes: int, kind: CheckpointKind, path: list[Checkpoint], position: int) -> Block | None:
+        if n_bytes > min(self.budget.checkpoint_bytes, self._pool.limit_bytes):
+            self._refuse("larger_than_budget")
+            return None
+        gap = position - (path[-1].position if path else 0)
+        holdings = None
+        while True:
+            if self._has_budget_for(n_bytes):
+                block = self._pool.allocate(n_bytes)
+                if block is not None:
+                    return block
+            holdings = holdings or self._holdings()
+            victim = choose_victim(
+                self.tree, holdings, now=self.now, newcomer=path, is_optional=kind.is_optional, gap=gap
+            )
+            if victim is None:
+                self._refuse("no_room")
+                return None
+            node, reason = victim
+            self.drop(node, reason)
+            if node in path:
+                path.remove(node)
+
+    def _holdings(self) -> Holdings:
+        return Holdings(
+            {slot.slot_id: self.tree.path(slot.namespace, slot.tokens.ids) for slot in self._slots if len(slot)},
+            frozenset(slot.slot_id for slot in self._slots if slot.is_busy),
+            needs_span=self._backend.traits.memory.has_cells,
+        )
+
+    def drop(self, node: Checkpoint, reason: Eviction) -> None:
+        """Give one up. One in flight is cancelled."""
+        for each in [each for each in self._in_flight if each.node is node]:
+            each.capture.cancel()
+            self._in_flight.remove(each)
+        is_missed = reason in (Eviction.STRANDED, Eviction.THINNED, Eviction.OUTVALUED)
+        self._remove(node, is_evicted=is_missed and node.is_ready)
+        self._evicted[reason.value] += 1
+
+    # ---- in flight ----
+
+    def poll(self) -> None:
+        """Take in the captures that are done. No cost while there are none."""
+        for each in [each for each in self._in_flight if each.capture.is_ready]:
+            self._end(each)
+
+    def _end(self, each: _InFlight) -> None:
+        self._in_flight.remove(each)
+        self.has_changed = True
+        if each.capture.finish():
+            each.node.is_ready = True
+            self._taken[each.node.kind.value] += 1
+        else:
+            self._refuse("failed")
+            self._remove(each.node)
+
+    def serve(self) -> None:
+        """Begin what was waiting, as far as captures have come free. Between steps."""
+        self.poll()
+        for _ in range(len(self._wanted)):
+            each = self._wanted.popleft()
+            each.slot.is_held = False
+            self.take(each.slot, each.kind)
+            self._n_waited -= each.slot.is_held  # it goes on waiting
+
+    def wait(self) -> None:
+        """Wait for the oldest capture in flight: nothing else can go on."""
+        started_s = self._clock()
+        if self._in_flight:
+            self._end(self._in_flight[0])
+        self._stall_s += self._clock() - started_s
+        self.serve()
+
+    def settle(self, slot: SlotState) -> None:
+        """Before the slot's content changes: have what it is held for captured."""
+        while slot.is_held:
+            if not self._in_flight:  # then it was not for want of a capture
+                self._wanted = deque(each for each in self._wanted if each.slot is not slot)
+                slot.is_held = False
+                return
+            self.wait()
+
+    # ---- putting back ----
+
+    def resume(self, donor: SlotState | None, slot: SlotState, node: Checkpoint) -> None:
+        """Put the state back. Raises NativeError; the checkpoint is given up then."""
+        started_s = self._clock()
+        donor_id = None if donor is None else donor.slot_id
+        try:
+            self._backend.resume(donor_id, slot.slot_id, node.position, self._blocks[node].data)
+        except NativeError:
+            self.drop(node, Eviction.BROKEN)
+            raise
+        self.rates.restored(node.n_bytes, self._clock() - started_s)
+        node.hits += 1
+        self._n_restored += 1
+        self.has_changed = True
+
+    def data(self, node: Checkpoint) -> Block:
+        """Where its bytes are; the block stays the checkpoint's."""
+        return self._blocks[node]
+
+    def touch(self, nodes: Iterable[Checkpoint]) -> None:
+        for node in nodes:
+            node.last_used = self.now
+
+    # ---- budget ----
+
+    def set_budget(self, budget: CacheBudget) -> None:
+        """Give up what no longer fits, the least valuable first, and return the memory to the system."""
+        self.budget = budget
+        self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
+        over = self._pool.set_limit(budget.host_bytes)
+        while len(self.tree) and (
+            over > 0 or len(self.tree) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes
+        ):
+            victim = choose_victim(self.tree, self._holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
+            self.drop(victim[0] if victim else next(iter(self.tree)), Eviction.CLEARED)
+            over = self._pool.set_limit(budget.host_bytes)
+        self._pool.set_limit(self._pool.used_bytes)  # what is idle goes back to the system now
+        self._pool.set_limit(budget.host_bytes)
+        self.is_unprepared = self.is_on and not self._state_bytes
+        self._expect()
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Give up all of a namespace, or (None) all. Returns how many."""
+        nodes = [node for node in self.tree if namespace in (None, node.namespace)]
+        for node in nodes:
+            self.drop(node, Eviction.CLEARED)
+        self.tree.forget_evicted(namespace)
+        return len(nodes)
+
+    def close(self) -> None:
+        """End the captures in flight; before the backend is closed."""
+        for each in list(self._in_flight):
+            self.drop(each.node, Eviction.CLEARED)
+        self._wanted.clear()
+        for block in list(self._pending):
+            self.abandon(block)
+        for node in list(self.tree):
+            self.drop(node, Eviction.CLEARED)
+        self._pool.close()
