@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
+    from .cache import Cache, CacheEntry
     from .config import CacheConfig, Layout, Memory
     from .engine import Engine
     from .errors import PyLlamaCacheError
     from .model import Model
-    from .observe.metrics import Statistics
+    from .observe.metrics import CheckpointCounts, Statistics
     from .request import (
         CacheReport,
+        CheckpointKind,
         Chunk,
         Completion,
         Reason,
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Cache": "cache",
     "CacheConfig": "config",
+    "CacheEntry": "cache",
     "CacheReport": "request",
+    "CheckpointCounts": "observe.metrics",
+    "CheckpointKind": "request",
     "Chunk": "request",
     "Completion": "request",
     "Engine": "engine",
@@ -54,8 +60,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Cache",
     "CacheConfig",
+    "CacheEntry",
     "CacheReport",
+    "CheckpointCounts",
+    "CheckpointKind",
     "Chunk",
     "Completion",
     "Engine",

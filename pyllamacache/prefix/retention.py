@@ -44,7 +44,7 @@ class Eviction(str, Enum):
 class Holdings:
     """What the slots hold of the tree, which decides what is worth keeping."""
 
-    paths: Mapping[SlotId, Sequence[Checkpoint]]
+    paths: Mapping[SlotId, list[Checkpoint]]
     """By slot: the checkpoints on the way to its end, the shallowest first."""
     busy: frozenset[SlotId]
     needs_span: bool
@@ -54,13 +54,15 @@ class Holdings:
         """Identities of those whose prefix some slot holds."""
         return {id(node) for path in self.paths.values() for node in path}
 
-    def shielded(self, newcomer: Sequence[Checkpoint]) -> dict[int, int]:
-        """Identities of first and last ones, with how much it takes to give them up. A newcomer succeeds its path."""
+    def shielded(self, newcomer: Sequence[Checkpoint], taker: SlotId | None) -> dict[int, int]:
+        """Identities of first and last ones, with how much it takes to give them up.
+
+        A newcomer succeeds the last one of the slot that takes it.
+        """
         shield: dict[int, int] = {}
-        spared = {id(node) for node in newcomer[1:]}
         for slot_id, path in self.paths.items():
-            for node in {id(each): each for each in (path[0], path[-1])}.values() if path else ():
-                if id(node) not in spared:
+            for node in path[:1] + path[-1:]:
+                if slot_id != taker or node is path[0]:
                     shield[id(node)] = max(shield.get(id(node), 0), 2 if slot_id in self.busy else 1)
         if newcomer:
             shield[id(newcomer[0])] = max(shield.get(id(newcomer[0]), 0), 2)
@@ -73,6 +75,7 @@ def choose_victim(
     *,
     now: int,
     newcomer: Sequence[Checkpoint],
+    taker: SlotId | None = None,
     is_optional: bool,
     gap: int,
 ) -> tuple[Checkpoint, Eviction] | None:
@@ -81,6 +84,7 @@ def choose_victim(
     Args:
         now: the number of the latest request.
         newcomer: the path of checkpoints above the newcomer.
+        taker: the slot it is taken from; None: it comes from elsewhere.
         is_optional: the newcomer is of the second class.
         gap: tokens between the newcomer and its nearest ancestor.
     """
@@ -90,8 +94,8 @@ def choose_victim(
         stranded = [node for node in free if id(node) not in resident]
         if stranded:
             return min(stranded, key=lambda node: (node.last_used, -node.position)), Eviction.STRANDED
-    shield = holdings.shielded(newcomer)
-    second = [node for node in free if node.kind.is_optional and shield.get(id(node), 0) < 1 + (not is_optional)]
+    shield = holdings.shielded(newcomer, taker)
+    second = [node for node in free if node.is_second_class and shield.get(id(node), 0) < 1 + (not is_optional)]
     if second:
         node = min(second, key=lambda node: (_merged_gap(node), node.last_used))
         if not is_optional or node.gap < gap:

@@ -51,6 +51,11 @@ class Checkpoint:
     """Restores and the like going on: it must stay."""
 
     @property
+    def is_second_class(self) -> bool:
+        """Gives way to any other kind. One that was of use has proved itself."""
+        return self.kind.is_optional and not self.hits
+
+    @property
     def start(self) -> int:
         """The position before its edge."""
         return 0 if self.parent is None else self.parent.position

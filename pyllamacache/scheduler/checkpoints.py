@@ -9,7 +9,7 @@ The tree says which there are, the pool where their bytes are. Scheduler thread 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,13 +19,18 @@ from ..observe.metrics import CheckpointCounts
 from ..prefix.rates import Rates
 from ..prefix.retention import Eviction, Holdings, choose_victim
 from ..prefix.tree import Checkpoint, CheckpointTree
+from ..request import CheckpointKind
 
 if TYPE_CHECKING:
     from ..config import CacheBudget
-    from ..request import CaptureMode, CheckpointKind, Ids
+    from ..request import CaptureMode, Ids, SlotId
     from ..store.host import Block, HostPool
     from .backend import Backend, Capture
     from .slots import SlotState
+
+
+MAX_IN_FLIGHT = 2
+"""As many as llama_state_capture_begin has slots for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +106,11 @@ class Checkpoints:
         return self.path(slot.namespace, slot.tokens.ids) if len(slot) else []
 
     @property
+    def can_hold_one(self) -> bool:
+        """Whether a state of the latest size finds room at all."""
+        return self.is_on and self._state_bytes <= min(self.budget.checkpoint_bytes, self._pool.limit_bytes)
+
+    @property
     def n_free(self) -> int:
         """How many more states of the latest size find room without anything being given up."""
         if not self.is_on:
@@ -162,8 +172,7 @@ class Checkpoints:
         ids = slot.tokens.ids
         path = self.tree.path(slot.namespace, ids)
         if path and path[-1].position == len(slot):
-            path[-1].last_used = self.now
-            return path[-1]
+            return self._meet(path[-1], kind)
         started_s = self._clock()
         try:
             return self._begin(slot, kind, ids, path)
@@ -173,12 +182,23 @@ class Checkpoints:
         finally:
             self._stall_s += self._clock() - started_s
 
+    def _meet(self, node: Checkpoint, kind: CheckpointKind) -> Checkpoint:
+        """There is one where another kind is wanted: it serves both."""
+        node.last_used = self.now
+        if node.kind.is_optional and not kind.is_optional:
+            node.kind = kind
+        return node
+
     def _begin(self, slot: SlotState, kind: CheckpointKind, ids: Ids, path: list[Checkpoint]) -> Checkpoint | None:
+        self.poll()
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._want(slot, kind)
+            return None
         n_bytes = self._state_bytes = self._backend.state_bytes(slot.slot_id)
         if not self._reserve_staging(n_bytes):
             self._refuse("no_room")
             return None
-        block = self._find_room(n_bytes, kind, path, len(ids))
+        block = self._find_room(n_bytes, kind, path, len(ids), slot.slot_id)
         if block is None:
             return None
         if self._mode != "host":  # which it stays
@@ -299,7 +319,14 @@ class Checkpoints:
         is_over = n_charged > self.budget.max_checkpoints or charged_bytes > self.budget.checkpoint_bytes
         return is_over or self._pool.resident_bytes > self._pool.limit_bytes
 
-    def _find_room(self, n_bytes: int, kind: CheckpointKind, path: list[Checkpoint], position: int) -> Block | None:
+    def _find_room(
+        self,
+        n_bytes: int,
+        kind: CheckpointKind,
+        path: list[Checkpoint],
+        position: int,
+        taker: SlotId | None = None,
+    ) -> Block | None:
         if n_bytes > min(self.budget.checkpoint_bytes, self._pool.limit_bytes):
             self._refuse("larger_than_budget")
             return None
@@ -312,7 +339,13 @@ class Checkpoints:
                     return block
             holdings = holdings or self._holdings()
             victim = choose_victim(
-                self.tree, holdings, now=self.now, newcomer=path, is_optional=kind.is_optional, gap=gap
+                self.tree,
+                holdings,
+                now=self.now,
+                newcomer=path,
+                taker=taker,
+                is_optional=kind.is_optional,
+                gap=gap,
             )
             if victim is None:
                 self._refuse("no_room")
@@ -359,10 +392,17 @@ class Checkpoints:
         """Begin what was waiting, as far as captures have come free. Between steps."""
         self.poll()
         for _ in range(len(self._wanted)):
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
+                return
             each = self._wanted.popleft()
             each.slot.is_held = False
             self.take(each.slot, each.kind)
             self._n_waited -= each.slot.is_held  # it goes on waiting
+
+    def finish_all(self) -> None:
+        """Wait for whatever is in flight or wanted: there is nothing else to do."""
+        while self._in_flight or self._wanted:
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the oldest capture in flight: nothing else can go on."""
@@ -401,9 +441,10 @@ class Checkpoints:
         """Where its bytes are; the block stays the checkpoint's."""
         return self._blocks[node]
 
-    def touch(self, nodes: Iterable[Checkpoint]) -> None:
+    def touch(self, nodes: Iterable[Checkpoint], boundaries: Collection[int] = ()) -> None:
+        """The latest request's prompt goes past them, and its caller wants some of them."""
         for node in nodes:
-            node.last_used = self.now
+            self._meet(node, CheckpointKind.BOUNDARY if node.position in boundaries else node.kind)
 
     # ---- budget ----
 
@@ -412,10 +453,13 @@ class Checkpoints:
         self.budget = budget
         self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
         over = self._pool.set_limit(budget.host_bytes)
-        while len(self.tree) and (
-            over > 0 or len(self.tree) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes
-        ):
+        while len(self.tree):
+            is_over = len(self.tree) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes
+            if not is_over and over <= 0:
+                break
             victim = choose_victim(self.tree, self._holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
+            if victim is None and not is_over:
+                break  # what is left is being read or written; its memory comes back when that ends
             self.drop(victim[0] if victim else next(iter(self.tree)), Eviction.CLEARED)
             over = self._pool.set_limit(budget.host_bytes)
         self._pool.set_limit(self._pool.used_bytes)  # what is idle goes back to the system now

@@ -70,6 +70,8 @@ def _loop(state: SchedulerState, inbox: Inbox) -> None:
         is_idle = not state.running and not state.queue
         if is_idle:
             load = (0, 0)
+            state.checkpoints.finish_all()
+            state.report_checkpoints()
             state.metrics.load(*load, state.used_cells)
         if is_idle or inbox.has_items:
             _take(state, inbox, wait=is_idle)

@@ -25,11 +25,11 @@ def plan_captures(state: SchedulerState, job: Job) -> None:
     """Decide where the job's prefill takes checkpoints, from where its slot is now."""
     checkpoints, request, slot = state.checkpoints, job.request, job.slot
     job.capture_at = NEVER
-    if not (checkpoints.is_on and request.store):
+    if not (checkpoints.can_hold_one and request.store):
         return
     traits = state.traits
     on_the_way = checkpoints.tree.path(request.namespace, request.prompt.ids)
-    checkpoints.touch(on_the_way)
+    checkpoints.touch(on_the_way, request.boundaries)
     job.placements = list(
         place(
             resume=len(slot),
@@ -64,7 +64,7 @@ def capture(state: SchedulerState, job: Job) -> None:
         state.checkpoints.take(job.slot, job.placements.pop().kind)
     else:
         node = state.checkpoints.take(job.slot, CheckpointKind.ROLLING)
-        if node is not None and node.kind is CheckpointKind.ROLLING:
+        if node is not None and node.kind is CheckpointKind.ROLLING and node not in job.rolling:
             job.rolling.append(node)
             drop_rolling(state, job, keep=MAX_ROLLING)
     _set_next(state, job)
@@ -74,7 +74,7 @@ def drop_rolling(state: SchedulerState, job: Job, *, keep: int) -> None:
     """Older rolling checkpoints of a reply make room for newer ones."""
     while len(job.rolling) > keep:
         node = job.rolling.pop(0)
-        if state.checkpoints.has(node) and not node.n_users and not node.hits:
+        if state.checkpoints.has(node) and not node.n_users and node.is_second_class:
             state.checkpoints.drop(node, Eviction.REPLACED)
 
 

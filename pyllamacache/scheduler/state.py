@@ -204,8 +204,9 @@ class SchedulerState:
                 try:
                     self.resume(None, slot, node)
                 except NativeError:
-                    if len(slot):
-                        continue
+                    if self.memory.has_cells and not len(slot):
+                        break  # its cells are gone with its state
+                    continue
                 return
         self.erase(slot)
 

@@ -103,7 +103,7 @@ _WARM = frozenset(
 DEFAULT_MAX_TOKENS = 64
 
 MAX_MARKS = 16
-"""Places that one text in `boundaries` can mark."""
+"""Places in a prompt that texts in `boundaries` can mark."""
 
 
 def build_request(
@@ -165,6 +165,7 @@ def _boundaries(
 ) -> tuple[int, ...]:
     """Token positions inside the prompt, ascending."""
     found: set[int] = set()
+    starts: set[int] = set()
     add_special, parse_special = bool(given.get("add_special", True)), bool(given.get("parse_special", False))
     for boundary in check_boundaries(given.get("boundaries", ())):
         if isinstance(boundary, int):
@@ -172,10 +173,11 @@ def _boundaries(
             continue
         if prompt.text is None:
             raise InvalidRequestError("boundaries", "a text marks a place in a text prompt only; this one is token ids")
-        for start in _occurrences(prompt.text, boundary):
-            # what another prompt with the same text up to there has in common with this one
-            head = tokenize(prompt.text[:start], add_special, parse_special)
-            found.add(_common(head, prompt.ids))
+        starts.update(_occurrences(prompt.text, boundary))
+    for start in _ends_of(sorted(starts)):
+        # what another prompt with the same text up to there has in common with this one
+        head = tokenize(str(prompt.text)[:start], add_special, parse_special)
+        found.add(_common(head, prompt.ids))
     return tuple(sorted(position for position in found if 0 < position < len(prompt)))
 
 
@@ -186,12 +188,16 @@ def _common(head: Ids, ids: Ids) -> int:
 
 
 def _occurrences(text: str, mark: str) -> list[int]:
-    """The first one and the last ones: each costs tokenizing what is before it."""
     starts = []
     start = text.find(mark)
     while start >= 0:
         starts.append(start)
         start = text.find(mark, start + len(mark))
+    return starts
+
+
+def _ends_of(starts: list[int]) -> list[int]:
+    """The first one and the last ones: each costs tokenizing what is before it."""
     return starts if len(starts) <= MAX_MARKS else starts[:1] + starts[1 - MAX_MARKS :]
 
 

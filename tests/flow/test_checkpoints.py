@@ -151,7 +151,6 @@ def test_a_long_reply_trimmed_by_a_token_costs_no_more_than_its_last_part(
     check_budget(pair.warm)
 
 
-@pytest.mark.xfail(reason="the last rolling checkpoint is the end itself, and the one before it is dropped")
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_reply_that_ends_on_its_rolling_checkpoint_can_be_trimmed_too(kind: str, new_pair: NewPair) -> None:
     pair = new_pair(kind)
@@ -221,7 +220,6 @@ def test_a_miss_says_that_the_checkpoint_was_evicted_and_where(kind: str, new_pa
     assert (reply.cache.reason.value, reply.cache.position) == ("evicted", 296)
 
 
-@pytest.mark.xfail(reason="a job is no longer running and not yet told when its last checkpoint is taken")
 def test_whatever_goes_wrong_with_the_last_checkpoint_the_caller_hears_of_it(new_engine: NewEngine) -> None:
     engine = new_engine("hybrid")
 

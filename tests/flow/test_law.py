@@ -185,6 +185,31 @@ def test_reuse_never_changes_an_answer(
     assert pair.n_reused > 0 or (exact and budget == "0" and kind != "full"), "nothing was ever reused: vacuous"
 
 
+WINDOW_SCRIPT = [(0, 150, 45), (1, 10, 60), (0, 120, 20), (1, 120, 100), (0, 60, 1), (1, 180, 60)]
+"""Slot, tokens of the slot's own text, fresh tokens: leaves a window's cells out of order, with few free ones."""
+
+
+@pytest.mark.parametrize(
+    "n_batch",
+    [
+        32,
+        pytest.param(
+            128,
+            marks=pytest.mark.xfail(
+                reason="llama_kv_cache::prepare does not undo what placing a later ubatch purges of the window"
+            ),
+        ),
+    ],
+)
+def test_a_window_is_whole_for_every_ubatch_of_a_native_call(n_batch: int, new_pair: Callable[..., Pair]) -> None:
+    """The last request goes back to 120 and is fed 120 tokens: with one call for two ubatches the first one's window
+    was gone before it was computed."""
+    pair = new_pair("sliding", n_batch=n_batch, cache=budget_of("0", "sliding"))
+    texts = [random_ids(1000 + slot, 600) for slot in range(2)]
+    for number, (slot, n_common, n_fresh) in enumerate(WINDOW_SCRIPT):
+        pair.ask(joined(texts[slot][:n_common], random_ids(number, n_fresh)), max_tokens=0, slot=slot)
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
 def test_exact_mode_reuses_a_warmed_prompt_that_ends_on_the_grid(kind: str, new_pair: Callable[..., Pair]) -> None:
     pair = new_pair(kind, exact=True)

@@ -202,7 +202,7 @@ def _rekey(pair: Pair, data: bytes) -> None:
 
     def put() -> None:
         checkpoints = pair.warm._state.checkpoints
-        block = checkpoints.room_for(len(data), CheckpointKind.BOUNDARY, [])
+        block = checkpoints.room_for(len(data), CheckpointKind.BOUNDARY)
         block.data[:] = bytearray(data)
         checkpoints.put("", HEADER, CheckpointKind.BOUNDARY, block)
 

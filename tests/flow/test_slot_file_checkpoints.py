@@ -164,7 +164,6 @@ def test_a_file_with_and_an_engine_without_checkpoints_go_together(new_pair: New
     assert (reply.usage.cached_tokens, reply.cache.reason.value) == (0, "no_checkpoint")
 
 
-@pytest.mark.xfail(reason="room for a file's checkpoints is made before the file is known to be sound")
 def test_a_damaged_file_costs_no_checkpoint_of_another_slot(new_pair: NewPair, tmp_path: Path) -> None:
     pair = new_pair("hybrid", n_ctx=1280, cache=CacheConfig(max_checkpoints=4))
     _saved(pair, tmp_path / "slot")
@@ -179,7 +178,6 @@ def test_a_damaged_file_costs_no_checkpoint_of_another_slot(new_pair: NewPair, t
     assert positions(pair.warm) == before
 
 
-@pytest.mark.xfail(reason="what a request takes between reading a file and taking it over is not counted with it")
 def test_a_request_beside_a_restore_keeps_the_budget(
     new_pair: NewPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

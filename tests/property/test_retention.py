@@ -74,7 +74,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_a_victim_is_free_and_of_the_first_class_that_has_any(case: Case) -> None:
     chosen = case.choose()
-    shield = case.holdings.shielded(case.path)
+    shield = case.holdings.shielded(case.path, None)
     event("none" if chosen is None else str(chosen[1]))
     if chosen is None:
         assert not case.stranded
@@ -85,12 +85,12 @@ def test_a_victim_is_free_and_of_the_first_class_that_has_any(case: Case) -> Non
     assert (reason is Eviction.STRANDED) == (node in case.stranded) == bool(case.stranded)
     if case.stranded:
         return
-    second = [each for each in case.free if each.kind.is_optional and not shield.get(id(each))]
+    second = [each for each in case.free if each.is_second_class and not shield.get(id(each))]
     if second:
         assert reason is Eviction.THINNED
-        assert node.kind.is_optional
+        assert node.is_second_class
     if reason is Eviction.OUTVALUED:
-        levels = [shield.get(id(each), 0) for each in case.free if not each.kind.is_optional]
+        levels = [shield.get(id(each), 0) for each in case.free if not each.is_second_class]
         assert shield.get(id(node), 0) == min([*levels, shield.get(id(node), 0)])
 
 
@@ -99,9 +99,9 @@ def test_a_newcomer_of_the_second_class_never_displaces_one_of_the_first(case: C
     chosen = case.choose()
     if chosen is not None and case.is_optional:
         node, reason = chosen
-        assert reason is Eviction.STRANDED or node.kind.is_optional
+        assert reason is Eviction.STRANDED or node.is_second_class
         if reason is not Eviction.STRANDED:
-            assert not case.holdings.shielded(case.path).get(id(node))
+            assert not case.holdings.shielded(case.path, None).get(id(node))
             above = case.path[-1].position if case.path else 0
             assert node.gap < len(case.newcomer) - above
 

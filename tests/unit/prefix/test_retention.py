@@ -54,7 +54,10 @@ class Books:
         ids = TRUNK[:newcomer] if isinstance(newcomer, int) else newcomer
         path = self.tree.path("", ids)
         gap = len(ids) - (path[-1].position if path else 0)
-        return choose_victim(self.tree, self.holdings(), now=now, newcomer=path, is_optional=optional, gap=gap)
+        taker = next((slot_id for slot_id, held in self.slots.items() if extends(held, ids)), None)
+        return choose_victim(
+            self.tree, self.holdings(), now=now, newcomer=path, taker=taker, is_optional=optional, gap=gap
+        )
 
     def order(self, newcomer: Ids | int = 0, *, optional: bool = False) -> list[tuple[int, str]]:
         """Everything that would go, one after the other."""
@@ -63,6 +66,12 @@ class Books:
             gone.append((chosen[0].position, str(chosen[1])))
             self.tree.remove(chosen[0])
         return gone
+
+
+def extends(one: Ids, other: Ids) -> bool:
+    """One of them goes on where the other ends."""
+    n_tokens = min(len(one), len(other))
+    return n_tokens > 0 and bool((one[:n_tokens] == other[:n_tokens]).all())
 
 
 def positions(nodes: Iterable[Checkpoint]) -> list[int]:

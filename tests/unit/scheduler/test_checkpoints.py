@@ -151,6 +151,15 @@ def test_without_storing_nothing_is_taken_and_without_reuse_it_is(memory: Memory
     driver.check_answers()
 
 
+def test_a_slot_that_is_cut_back_because_nothing_was_to_be_stored_gets_none() -> None:
+    driver = make(Memory.SLIDING, n_slots=1)
+    driver.complete(PROMPT, max_tokens=1)
+    n_before = n_captured(driver)
+    driver.complete([*PROMPT[:97], 7], max_tokens=1, store=False)
+    assert driver.held(0) == PROMPT[:97]
+    assert n_captured(driver) == n_before
+
+
 @pytest.mark.parametrize("memory", [Memory.FULL, Memory.OTHER])
 def test_memory_without_such_a_state_takes_none(memory: Memory) -> None:
     driver = make(memory)
@@ -510,7 +519,8 @@ def test_a_request_that_is_cancelled_while_a_capture_is_in_flight_leaves_the_che
     driver.check_answers()
 
 
-def test_one_in_flight_is_not_resumed_from() -> None:
+def test_one_in_flight_is_not_resumed_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyllamacache.scheduler.checkpoints.MAX_IN_FLIGHT", 9)
     driver = late(make(), max_captures=9)
     driver.complete(PROMPT, max_tokens=1)
     assert len(taken(driver)) == 5
@@ -670,6 +680,27 @@ def test_what_the_caller_cleared_was_not_evicted() -> None:
     driver.state.checkpoints.clear()
     result = driver.complete([*PROMPT[:90], 7], max_tokens=1)
     assert (result.cache.reason, result.cache.position) == (Reason.NO_CHECKPOINT, 90)
+
+
+def test_what_was_evicted_before_the_caller_cleared_is_forgotten() -> None:
+    driver = make(budget=1, n_slots=1)
+    driver.complete(PROMPT, max_tokens=1)
+    driver.state.checkpoints.clear()
+    result = driver.complete([*PROMPT[:90], 7], max_tokens=1)
+    assert (result.cache.reason, result.cache.position) == (Reason.NO_CHECKPOINT, 90)
+
+
+def test_what_a_lower_budget_cost_or_was_never_whole_was_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyllamacache.scheduler.checkpoints.MAX_IN_FLIGHT", 9)
+    driver = make(n_slots=1)
+    driver.complete(PROMPT, max_tokens=1)
+    driver.state.checkpoints.set_budget(CacheBudget(0, 1 << 24, 1 << 24))
+    assert driver.complete([*PROMPT[:90], 7], max_tokens=1).cache.reason is Reason.NO_CHECKPOINT
+    driver = late(make(n_slots=1), max_captures=9)
+    driver.complete(PROMPT, max_tokens=1)
+    for node in nodes(driver):
+        driver.state.checkpoints.drop(node, Eviction.OUTVALUED)
+    assert driver.complete([*PROMPT[:90], 7], max_tokens=1).cache.reason is Reason.NO_CHECKPOINT
 
 
 def test_an_evicted_one_of_another_namespace_is_not_told() -> None:
