@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,33 @@ def test_cutting_is_allowed_where_the_floor_says_and_nowhere_else(kind: str, new
     assert context.length(0) == floor
     if floor > 1:
         assert not filled().trim(0, floor - 1)
+
+
+@pytest.mark.parametrize("seed", [0, 4, 11, 17])
+def test_a_window_is_whole_however_the_cells_lie(seed: int, new_context: NewContext) -> None:
+    """Old bug: planning a batch of several ubatches dropped window cells that its first ubatch needed."""
+    rng = random.Random(seed)
+    whole, parts = new_context("sliding"), new_context("sliding")
+    lengths = [0, 0]
+    for _ in range(30):
+        seq_id = rng.randrange(2)
+        length = lengths[seq_id]
+        if length > 300 or rng.random() < 0.25:
+            floor = max(whole.rewind_floor(seq_id), parts.rewind_floor(seq_id)) if length else 0
+            cut = rng.randint(floor, length) if length and rng.random() < 0.6 and floor < length else 0
+            for context in (whole, parts):
+                if cut:
+                    assert context.trim(seq_id, cut)
+                else:
+                    context.erase(seq_id)
+            lengths[seq_id] = cut
+            continue
+        end = length + rng.randint(1, 100)
+        result = feed(whole, seq_id, length, end, want_logits=True)
+        for start in range(length, end, 32):
+            expected = feed(parts, seq_id, start, min(start + 32, end), want_logits=True)
+        assert np.abs(result.logits[0] - expected.logits[0]).max() < 1e-3
+        lengths[seq_id] = end
 
 
 @pytest.mark.parametrize("exact", [False, True])
