@@ -68,6 +68,26 @@ ROWS: list[tuple[str, str, Callable[[Results], str]]] = [
         lambda r: f"{_ms(r['largest_gap_s'])} ({r['gap_over_ubatch']:.2f} of the prefill of one `n_ubatch`)",
     ),
     (
+        "checkpoints",
+        "taking a checkpoint of 149.62 MiB, against a memcpy of as many bytes into used memory",
+        lambda r: f"{_ms(r['capture_s'])} ({r['capture_over_memcpy']:.2f}; p95 {r['capture_p95_over_memcpy']:.2f})",
+    ),
+    (
+        "checkpoints",
+        "restoring it, against the same",
+        lambda r: f"{_ms(r['restore_s'])} ({r['restore_over_memcpy']:.2f})",
+    ),
+    (
+        "checkpoints",
+        "prefill with a checkpoint every 512 tokens, against none",
+        lambda r: f"{r['prefill_with_over_without']:.3f} of the speed",
+    ),
+    (
+        "checkpoints",
+        "host memory of 32 of them",
+        lambda r: f"{r['resident_over_states']:.3f} of 32 states",
+    ),
+    (
         "scheduler_step",
         "the scheduler's own time per decode step, one slot, eight slots",
         lambda r: f"{_ms(r['1 slots s'])}, {_ms(r['8 slots s'])}",
