@@ -79,6 +79,7 @@ def build(flavour: Flavour) -> Path:
             environment["GLSLC_STORE"] = str(shader_store(cache))
             options.append(f"-DVulkan_GLSLC_EXECUTABLE={cache / (HERE / 'glslc').relative_to(REPOSITORY)}")
         folder = cache / f"build-{flavour.name}"
+        drop_if_orphaned(folder)
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         configure = ["cmake", *generator, "-S", str(cache / HERE.relative_to(REPOSITORY)), "-B", str(folder)]
         configure += [f"-DLLAMA_DIR={cache / 'llama.cpp'}", f"-DDRIVER_SANITIZER={flavour.sanitizer}", *options]
@@ -94,6 +95,15 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def drop_if_orphaned(folder: Path) -> None:
+    """Drop a build folder that names programs of a virtual environment that is gone; ccache keeps what it compiled."""
+    file = folder / "CMakeCache.txt"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    programs = re.findall(r"^CMAKE_(?:COMMAND|MAKE_PROGRAM):\w+=(.+)$", text, re.MULTILINE)
+    if any(not Path(program).exists() for program in programs):
+        shutil.rmtree(folder)
 
 
 def copy_if_changed(source: Path, target: Path) -> None:
