@@ -42,21 +42,21 @@ def test_s01_an_append_only_chat_needs_no_checkpoint(kind: str, max_checkpoints:
         assert (reply.cache.prefilled_tokens, reply.cache.source.value) == (41, "slot")
 
 
-@pytest.mark.parametrize("n", [1, 4, 5, 8, 16, 40, 63, 64, 65])
 @pytest.mark.parametrize("kind", WITH_STATE)
-def test_s02_a_short_prompt_has_a_checkpoint_too(kind: str, n: int, new_pair: NewPair) -> None:
+def test_s02_a_short_prompt_has_a_checkpoint_too(kind: str, new_pair: NewPair) -> None:
     pair = new_pair(kind)
-    ids = random_ids(2, n)
-    pair.ask(ids, max_tokens=8)
-    changed = joined(ids[: max(1, n - 3)], random_ids(3, 3))
-    reply = pair.ask(changed, max_tokens=8)
-    if n >= 8:
-        assert reply.cache.prefilled_tokens <= 3 + K
+    for n in (1, 4, 5, 8, 16, 40, 63, 64, 65):
+        ids = random_ids(1000 + n, n)
+        pair.ask(ids, max_tokens=8)
+        changed = joined(ids[: max(1, n - 3)], random_ids(3, 3))
+        reply = pair.ask(changed, max_tokens=8)
+        if n >= 8:
+            assert reply.cache.prefilled_tokens <= 3 + K
 
 
 @pytest.mark.parametrize(
     ("kind", "n_prefix", "n_question"),
-    [*((kind, 400, 30) for kind in WITH_STATE), ("hybrid", 1500, 30), ("hybrid", 1500, 700)],
+    [*((kind, 400, 30) for kind in WITH_STATE), ("hybrid", 1500, 700)],
 )
 def test_s03_another_question_over_the_same_text(kind: str, n_prefix: int, n_question: int, new_pair: NewPair) -> None:
     """Where the caller names the boundary it costs the question; where not, once what the last n_batch cost."""
@@ -93,12 +93,9 @@ def test_s05_reasoning_removed_from_history_costs_the_answer(kind: str, new_pair
     assert _hit_rate(replies) > 0.85
 
 
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_s05_reasoning_removed_two_requests_later_costs_what_follows_the_last_user_turn(
-    kind: str, new_pair: NewPair
-) -> None:
+def test_s05_reasoning_removed_two_requests_later_costs_what_follows_the_last_user_turn(new_pair: NewPair) -> None:
     """A tool loop keeps its thoughts until the user speaks again; then those of both of its replies go."""
-    pair = new_pair(kind, n_ctx=1280)
+    pair = new_pair("hybrid", n_ctx=1280)
     ids = random_ids(7, 300)
     replies = []
     for turn in range(10):
