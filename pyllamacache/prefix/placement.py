@@ -4,9 +4,9 @@
     |-----------|------------|--------|---------...---------|-------------|--|
     resume -----^            (there: no second one)         n - 4 --------^
 
-Each position cuts the prefill, so each costs at most one native call more. Periodic ones cost none: those of a stretch
-are taken where aligning its calls to multiples of `n_batch` (whole `n_ubatch`; on the CPU just one) needs no more calls
-than not doing so.
+Each position cuts the prefill, so each costs at most one native call more. Periodic ones cost none while nothing else
+runs: those of a stretch are taken where aligning its calls to multiples of `n_batch` (whole `n_ubatch`; on the CPU just
+one) needs no more calls than not doing so.
 """
 
 from __future__ import annotations

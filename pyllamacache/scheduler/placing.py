@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..prefix.placement import ROLLING_TOKENS, place
+from ..prefix.placement import ROLLING_TOKENS, TAIL_TOKENS, place
 from ..prefix.retention import Eviction
 from ..request import CheckpointKind
 
@@ -83,7 +83,8 @@ def capture_end(state: SchedulerState, job: Job) -> None:
     checkpoints, slot, request = state.checkpoints, job.slot, job.request
     if not (checkpoints.is_on and request.store and len(slot)):
         return
-    drop_rolling(state, job, keep=2 if job.rolling and job.rolling[-1].position == len(slot) else 1)
+    is_near = bool(job.rolling) and len(slot) - job.rolling[-1].position < TAIL_TOKENS
+    drop_rolling(state, job, keep=2 if is_near else 1)
     if state.traits.exact and (slot.exact_tokens < len(slot) or len(slot) % state.rules.grid):
         return
     checkpoints.take(slot, CheckpointKind.END)

@@ -56,7 +56,12 @@ CHANGES: dict[str, Callable[[list[Turn]], tuple[Ids, int]]] = {
     "drop the previous reply": lambda turns: (joined(turns[-1].prompt, message(53)), 60),
 }
 MODES = [
-    pytest.param(kind, exact, id=f"{kind}-{'exact' if exact else 'default'}")
+    pytest.param(
+        kind,
+        exact,
+        id=f"{kind}-{'exact' if exact else 'default'}",
+        marks=[] if kind == "hybrid" else pytest.mark.slow,
+    )
     for kind, exact in [
         ("hybrid", False),
         ("hybrid", True),
