@@ -97,7 +97,7 @@ def measure_moves(engine: Engine) -> dict[str, Any]:
     before_bytes = resident_bytes()
     watch = Stopwatch(engine)
     long = random_ids((N_HELD + 2) * SMALL_UBATCH, n_vocab, 2)
-    engine.complete(long, max_tokens=1)
+    engine.complete(long, max_tokens=1, slot=0)
     captures, state_bytes, n_held = list(watch.captures), engine.cache.entries()[0].n_bytes, len(engine.cache)
     grown_bytes = resident_bytes() - before_bytes - 2 * state_bytes  # what the stopwatch copies between
     for seed in range(20):
