@@ -63,7 +63,7 @@ class Cache:
             checkpoints = state.checkpoints
             checkpoints.poll()
             held = {
-                slot.slot_id: set(checkpoints.tree.path(slot.namespace, slot.tokens.ids))
+                slot.slot_id: set(checkpoints.index.path(slot.namespace, slot.tokens.ids))
                 for slot in state.slots
                 if len(slot)
             }
@@ -78,14 +78,14 @@ class Cache:
                     node.is_ready,
                     tuple(slot_id for slot_id, nodes in held.items() if node in nodes),
                 )
-                for node in checkpoints.tree
+                for node in checkpoints.index.checkpoints
             ]
 
         return tuple(sorted(self._call(read), key=lambda entry: (entry.namespace, entry.position)))
 
     def __len__(self) -> int:
         """Checkpoints, in flight or ready."""
-        return self._call(lambda: len(self._engine._state.checkpoints.tree))
+        return self._call(lambda: len(self._engine._state.checkpoints.index.checkpoints))
 
     @property
     def size_bytes(self) -> int:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from .observe.metrics import Statistics
-    from .prefix.tree import Checkpoint
+    from .prefix.index import Checkpoint
     from .request import Chunk, Completion, Usage
     from .scheduler.slots import SlotInfo
     from .store.host import Block

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ..request import SlotId
-    from .tree import Checkpoint
+    from .index import Checkpoint
 
 
 class Eviction(str, Enum):

@@ -100,7 +100,7 @@ def _choose(state: SchedulerState, request: Request) -> Plan | Wait:
         store=request.store,
     )
     if isinstance(chosen, Plan) and chosen.reason is Reason.NO_CHECKPOINT:
-        evicted = state.checkpoints.tree.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position)
+        evicted = state.checkpoints.index.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position)
         if evicted:
             return replace(chosen, reason=Reason.EVICTED, position=evicted)
     return chosen

@@ -3,7 +3,7 @@
     take --> room? --> block --> backend.begin_capture --> in flight --> ready
               |no: refused         |busy: a wanted one waits here, its slot held; an optional one is dropped
 
-The tree says which there are, the pool where their bytes are. Scheduler thread only.
+The index says which there are, the pool where their bytes are. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import NativeError
 from ..observe.metrics import CheckpointCounts
+from ..prefix.index import Checkpoint, PrefixIndex
 from ..prefix.rates import Rates
 from ..prefix.retention import Eviction, Holdings, choose_victim
-from ..prefix.tree import Checkpoint, CheckpointTree
 from ..request import CheckpointKind
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Checkpoints:
         pool: HostPool,
         budget: CacheBudget,
         clock: Callable[[], float],
+        index: PrefixIndex,
     ) -> None:
         self._backend = backend
         self._slots = slots
@@ -76,7 +77,7 @@ class Checkpoints:
         self.is_on = backend.traits.has_state and budget.max_checkpoints > 0
         self.is_unprepared = self.is_on
         """Until `prepare`, which needs a sequence to look at."""
-        self.tree = CheckpointTree()
+        self.index = index
         self.rates = Rates()
         self.now = 0
         """Number of the latest request."""
@@ -97,10 +98,10 @@ class Checkpoints:
 
     def path(self, namespace: str, ids: Ids) -> list[Checkpoint]:
         """Those at a prefix of `ids` whose bytes are there, the shallowest first."""
-        if not len(self.tree):
+        if not len(self._blocks):
             return []
         self.poll()
-        return [node for node in self.tree.path(namespace, ids) if node.is_ready]
+        return [node for node in self.index.path(namespace, ids) if node.is_ready]
 
     def held_by(self, slot: SlotState) -> list[Checkpoint]:
         return self.path(slot.namespace, slot.tokens.ids) if len(slot) else []
@@ -115,7 +116,7 @@ class Checkpoints:
         """How many more states of the latest size find room without anything being given up."""
         if not self.is_on:
             return 0
-        n = self.budget.max_checkpoints - len(self.tree)
+        n = self.budget.max_checkpoints - len(self._blocks)
         if self._state_bytes:
             n = min(n, (self.budget.checkpoint_bytes - self.used_bytes) // self._state_bytes)
         return max(0, n)
@@ -139,7 +140,7 @@ class Checkpoints:
     def counts(self) -> CheckpointCounts:
         """For the statistics."""
         return CheckpointCounts(
-            held=len(self.tree),
+            held=len(self._blocks),
             held_bytes=self.used_bytes,
             in_flight=len(self._in_flight),
             captured=dict(self._taken),
@@ -170,7 +171,7 @@ class Checkpoints:
         if not self.is_on or not len(slot):
             return None
         ids = slot.tokens.ids
-        path = self.tree.path(slot.namespace, ids)
+        path = self.index.path(slot.namespace, ids)
         if path and path[-1].position == len(slot):
             return self._meet(path[-1], kind)
         started_s = self._clock()
@@ -242,7 +243,7 @@ class Checkpoints:
 
     def put(self, namespace: str, ids: Ids, kind: CheckpointKind, block: Block) -> Checkpoint | None:
         """Take over a block that `room_for` gave as a checkpoint at the end of `ids`. None: the budget shrank since."""
-        path = self.tree.path(namespace, ids)
+        path = self.index.path(namespace, ids)
         is_there = bool(path) and path[-1].position == len(ids)
         if is_there or block not in self._pending or self._is_over():
             self.abandon(block)
@@ -253,7 +254,7 @@ class Checkpoints:
         return node
 
     def _add(self, namespace: str, ids: Ids, kind: CheckpointKind, block: Block) -> Checkpoint:
-        node = self.tree.add(namespace, ids, kind, len(block.data))
+        node = self.index.add_checkpoint(namespace, ids, kind, len(block.data))
         node.last_used = self.now
         self._blocks[node] = block
         self._taken_s[node] = self._clock()
@@ -262,7 +263,7 @@ class Checkpoints:
         return node
 
     def _remove(self, node: Checkpoint, *, is_evicted: bool = False) -> None:
-        self.tree.remove(node, is_evicted=is_evicted)
+        self.index.remove(node, is_evicted=is_evicted)
         del self._taken_s[node]
         self.used_bytes -= node.n_bytes
         block = self._blocks.pop(node)
@@ -308,7 +309,7 @@ class Checkpoints:
 
     def _charged(self) -> tuple[int, int]:
         """Count and bytes, those that are being read from a file included."""
-        return len(self.tree) + len(self._pending), self.used_bytes + sum(len(block.data) for block in self._pending)
+        return len(self._blocks) + len(self._pending), self.used_bytes + sum(len(block.data) for block in self._pending)
 
     def _has_budget_for(self, n_bytes: int) -> bool:
         n_charged, charged_bytes = self._charged()
@@ -339,7 +340,7 @@ class Checkpoints:
                     return block
             holdings = holdings or self._holdings()
             victim = choose_victim(
-                self.tree,
+                self._blocks,
                 holdings,
                 now=self.now,
                 newcomer=path,
@@ -357,7 +358,7 @@ class Checkpoints:
 
     def _holdings(self) -> Holdings:
         return Holdings(
-            {slot.slot_id: self.tree.path(slot.namespace, slot.tokens.ids) for slot in self._slots if len(slot)},
+            {slot.slot_id: self.index.path(slot.namespace, slot.tokens.ids) for slot in self._slots if len(slot)},
             frozenset(slot.slot_id for slot in self._slots if slot.is_busy),
             needs_span=self._backend.traits.memory.has_cells,
         )
@@ -453,14 +454,14 @@ class Checkpoints:
         self.budget = budget
         self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
         over = self._pool.set_limit(budget.host_bytes)
-        while len(self.tree):
-            is_over = len(self.tree) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes
+        while len(self._blocks):
+            is_over = len(self._blocks) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes
             if not is_over and over <= 0:
                 break
-            victim = choose_victim(self.tree, self._holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
+            victim = choose_victim(self._blocks, self._holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
             if victim is None and not is_over:
                 break  # what is left is being read or written; its memory comes back when that ends
-            self.drop(victim[0] if victim else next(iter(self.tree)), Eviction.CLEARED)
+            self.drop(victim[0] if victim else next(iter(self._blocks)), Eviction.CLEARED)
             over = self._pool.set_limit(budget.host_bytes)
         self._pool.set_limit(self._pool.used_bytes)  # what is idle goes back to the system now
         self._pool.set_limit(budget.host_bytes)
@@ -469,10 +470,10 @@ class Checkpoints:
 
     def clear(self, namespace: str | None = None) -> int:
         """Give up all of a namespace, or (None) all. Returns how many."""
-        nodes = [node for node in self.tree if namespace in (None, node.namespace)]
+        nodes = [node for node in self._blocks if namespace in (None, node.namespace)]
         for node in nodes:
             self.drop(node, Eviction.CLEARED)
-        self.tree.forget_evicted(namespace)
+        self.index.forget_evicted(namespace)
         return len(nodes)
 
     def close(self) -> None:
@@ -482,6 +483,6 @@ class Checkpoints:
         self._wanted.clear()
         for block in list(self._pending):
             self.abandon(block)
-        for node in list(self.tree):
+        for node in list(self._blocks):
             self.drop(node, Eviction.CLEARED)
         self._pool.close()

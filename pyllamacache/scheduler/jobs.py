@@ -9,9 +9,9 @@ from ..request import Reason, Source, TokenLogprob
 from .slots import SlotState, TokenBuffer
 
 if TYPE_CHECKING:
+    from ..prefix.index import Checkpoint
     from ..prefix.placement import Placement
     from ..prefix.plan import Plan
-    from ..prefix.tree import Checkpoint
     from ..request import Logits, Request
     from ..text.decode import TextStream
     from .backend import Sampler

@@ -28,7 +28,7 @@ def plan_captures(state: SchedulerState, job: Job) -> None:
     if not (checkpoints.can_hold_one and request.store):
         return
     traits = state.traits
-    on_the_way = checkpoints.tree.path(request.namespace, request.prompt.ids)
+    on_the_way = checkpoints.index.path(request.namespace, request.prompt.ids)
     checkpoints.touch(on_the_way, request.boundaries)
     job.placements = list(
         place(

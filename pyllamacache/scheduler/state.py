@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import InternalError, NativeError
 from ..prefix.cells import CellLedger
 from ..prefix.evict import Cut, Victim
+from ..prefix.index import PrefixIndex
 from ..prefix.plan import Rules, SlotView
 from ..request import SlotId
 from .checkpoints import Checkpoints
@@ -21,7 +22,7 @@ from .slots import SlotInfo, SlotState
 if TYPE_CHECKING:
     from ..config import CacheBudget, Memory
     from ..observe.metrics import Metrics
-    from ..prefix.tree import Checkpoint
+    from ..prefix.index import Checkpoint
     from ..store.host import HostPool
     from .backend import Backend, Traits
     from .inbox import Submission
@@ -54,7 +55,8 @@ class SchedulerState:
             grid=self.traits.n_ubatch if self.traits.exact else 1,
         )
         self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
-        self.checkpoints = Checkpoints(backend, self.slots, pool, budget, clock)
+        self.index = PrefixIndex()
+        self.checkpoints = Checkpoints(backend, self.slots, pool, budget, clock, self.index)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
         self.queue: deque[Submission] = deque()

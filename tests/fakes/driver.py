@@ -231,7 +231,7 @@ class Driver:
         assert not self.state.running
         self.state.checkpoints.close()
         self.backend.close()
-        assert len(self.state.checkpoints.tree) == self.state.checkpoints.used_bytes == 0
+        assert len(self.state.checkpoints.index.checkpoints) == self.state.checkpoints.used_bytes == 0
         assert self.pool.used_bytes == self.state.checkpoints.counts().staging_bytes
 
     def run(self, max_turns: int = 1000) -> None:
@@ -318,9 +318,9 @@ class Driver:
     def _check_checkpoints(self) -> None:
         """The budget holds, blocks are where checkpoints are, and each is at the prefix it says."""
         checkpoints = self.state.checkpoints
-        nodes = list(checkpoints.tree)
+        nodes = list(checkpoints.index.checkpoints)
         budget, elsewhere = checkpoints.budget, [*checkpoints._pending, *checkpoints._orphans.values()]
-        assert len(nodes) == len(checkpoints.tree) <= budget.max_checkpoints
+        assert len(nodes) == len(checkpoints.index.checkpoints) <= budget.max_checkpoints
         assert checkpoints.used_bytes == sum(node.n_bytes for node in nodes) <= budget.checkpoint_bytes
         assert self.pool.resident_bytes <= self.pool.limit_bytes or elsewhere  # which others are reading or writing
         assert all(checkpoints.has(node) for node in nodes)
@@ -328,8 +328,8 @@ class Driver:
         for node in nodes:
             ids = node.ids()
             assert len(ids) == node.position
-            assert node.gap == len(node.edge) > 0
-            assert checkpoints.tree.path(node.namespace, ids)[-1] is node
+            assert node.gap > 0
+            assert checkpoints.index.path(node.namespace, ids)[-1] is node
             seen.add((node.namespace, ids.tobytes()))
         assert len(seen) == len(nodes), "two checkpoints of one prefix"
         counts = checkpoints.counts()

@@ -49,7 +49,7 @@ def watch_peaks(engine: Any) -> Peaks:
     begin_capture, resume = backend.begin_capture, backend.resume
 
     def look(n_more: int, more_bytes: int) -> None:
-        peaks.n_checkpoints = max(peaks.n_checkpoints, len(checkpoints.tree) + n_more)
+        peaks.n_checkpoints = max(peaks.n_checkpoints, len(checkpoints.index.checkpoints) + n_more)
         peaks.checkpoint_bytes = max(peaks.checkpoint_bytes, checkpoints.used_bytes + more_bytes)
         peaks.resident_bytes = max(peaks.resident_bytes, engine._pool.resident_bytes)
 
@@ -99,7 +99,7 @@ def by_kind(engine: Any) -> dict[str, list[int]]:
 def node_at(engine: Any, position: int) -> Any:
     """The one checkpoint at a position. On the scheduler's thread."""
     engine._state.checkpoints.poll()
-    (node,) = [node for node in engine._state.checkpoints.tree if node.position == position]
+    (node,) = [node for node in engine._state.checkpoints.index.checkpoints if node.position == position]
     return node
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
+from pyllamacache.prefix.index import Checkpoint, PrefixIndex
 from pyllamacache.prefix.retention import Eviction, Holdings, choose_victim, value
-from pyllamacache.prefix.tree import Checkpoint, CheckpointTree
 from pyllamacache.request import CheckpointKind, SlotId
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def contents(draw: st.DrawFn) -> Ids:
 
 @dataclass(frozen=True)
 class Case:
-    tree: CheckpointTree
+    tree: PrefixIndex
     holdings: Holdings
     newcomer: Ids
     is_optional: bool
@@ -40,7 +40,9 @@ class Case:
     def choose(self) -> tuple[Checkpoint, Eviction] | None:
         path = self.path
         gap = len(self.newcomer) - (path[-1].position if path else 0)
-        return choose_victim(self.tree, self.holdings, now=NOW, newcomer=path, is_optional=self.is_optional, gap=gap)
+        return choose_victim(
+            self.tree.checkpoints, self.holdings, now=NOW, newcomer=path, is_optional=self.is_optional, gap=gap
+        )
 
     @property
     def path(self) -> list[Checkpoint]:
@@ -48,7 +50,7 @@ class Case:
 
     @property
     def free(self) -> list[Checkpoint]:
-        return [node for node in self.tree if node.is_ready and not node.n_users]
+        return [node for node in self.tree.checkpoints if node.is_ready and not node.n_users]
 
     @property
     def stranded(self) -> list[Checkpoint]:
@@ -58,9 +60,9 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    tree = CheckpointTree()
+    tree = PrefixIndex()
     for ids in draw(st.lists(contents(), max_size=10, unique_by=lambda ids: tuple(ids.tolist()))):
-        node = tree.add("", ids, draw(st.sampled_from(CheckpointKind)), draw(st.integers(1, 3)))
+        node = tree.add_checkpoint("", ids, draw(st.sampled_from(CheckpointKind)), draw(st.integers(1, 3)))
         node.is_ready = draw(st.sampled_from([True, True, True, False]))
         node.n_users = draw(st.sampled_from([0, 0, 0, 1]))
         node.hits = draw(st.integers(0, 2))
@@ -157,7 +159,7 @@ def test_a_value_grows_with_gap_hits_and_recency_and_falls_with_bytes(
     gap: int, hits: int, age: int, n_bytes: int, more: int
 ) -> None:
     def worth(gap: int, hits: int, age: int, n_bytes: int) -> float:
-        node = Checkpoint("", gap, CheckpointKind.TAIL, n_bytes, hits=hits, last_used=20 - age)
+        node = Checkpoint("", gap, kind=CheckpointKind.TAIL, n_bytes=n_bytes, hits=hits, last_used=20 - age)
         return value(node, 20)
 
     plain = worth(gap, hits, age, n_bytes)

@@ -31,8 +31,8 @@ from pyllamacache.errors import (
     RequestTimeoutError,
     SlotBusyError,
 )
+from pyllamacache.prefix.index import Checkpoint
 from pyllamacache.prefix.match import common_prefix_len
-from pyllamacache.prefix.tree import Checkpoint
 from pyllamacache.scheduler.backend import Traits
 from pyllamacache.store.host import Block
 from tests.fakes import EOG, Culprit, Driver, FakeBackend, GroupFault, Sequences, Ticket, every_fault, make_traits
@@ -283,10 +283,10 @@ class LawMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_faults)
     @rule(namespace=st.sampled_from([None, *NAMESPACES]))
     def clear(self, namespace: str | None) -> None:
-        before = list(self.driver.state.checkpoints.tree)
+        before = list(self.driver.state.checkpoints.index.checkpoints)
         cleared = [node for node in before if namespace in (None, node.namespace)]
         assert self.driver.state.checkpoints.clear(namespace) == len(cleared)
-        assert len(self.driver.state.checkpoints.tree) == len(before) - len(cleared)
+        assert len(self.driver.state.checkpoints.index.checkpoints) == len(before) - len(cleared)
 
     @precondition(lambda self: self.has_faults)
     @rule(slot_id=st.integers(0, 3))

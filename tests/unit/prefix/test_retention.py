@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from pyllamacache.prefix.index import Checkpoint, PrefixIndex
 from pyllamacache.prefix.retention import Eviction, Holdings, choose_victim, value
-from pyllamacache.prefix.tree import Checkpoint, CheckpointTree
 from pyllamacache.request import CheckpointKind, SlotId
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ class Books:
     """A tree, and slots that hold prefixes of something."""
 
     def __init__(self, *, needs_span: bool = True) -> None:
-        self.tree = CheckpointTree()
+        self.tree = PrefixIndex()
         self.slots: dict[SlotId, Ids] = {}
         self.busy: set[SlotId] = set()
         self.needs_span = needs_span
 
     def add(self, ids: Ids | int, kind: CheckpointKind = TAIL, *, used: int = 0, hits: int = 0) -> Checkpoint:
-        node = self.tree.add("", TRUNK[:ids] if isinstance(ids, int) else ids, kind, 100)
+        node = self.tree.add_checkpoint("", TRUNK[:ids] if isinstance(ids, int) else ids, kind, 100)
         node.is_ready, node.last_used, node.hits = True, used, hits
         return node
 
@@ -56,7 +56,7 @@ class Books:
         gap = len(ids) - (path[-1].position if path else 0)
         taker = next((slot_id for slot_id, held in self.slots.items() if extends(held, ids)), None)
         return choose_victim(
-            self.tree, self.holdings(), now=now, newcomer=path, taker=taker, is_optional=optional, gap=gap
+            self.tree.checkpoints, self.holdings(), now=now, newcomer=path, taker=taker, is_optional=optional, gap=gap
         )
 
     def order(self, newcomer: Ids | int = 0, *, optional: bool = False) -> list[tuple[int, str]]:
@@ -309,14 +309,14 @@ def test_a_conversation_of_many_short_turns_stays_covered(budget: int, step: int
             books.hold(0, conversation[:end], busy=True)
             for node in books.tree.path("", conversation[:end]):
                 node.last_used = turn
-            while len(books.tree) >= budget:
+            while len(books.tree.checkpoints) >= budget:
                 chosen = books.choose(conversation[:end], now=turn)
                 assert chosen is not None
                 assert chosen[1] is Eviction.OUTVALUED
                 books.tree.remove(chosen[0])
             books.add(conversation[:end], used=turn)
             taken += 1
-            held = positions(books.tree)
+            held = positions(books.tree.checkpoints)
             assert len(held) == min(taken, budget)
             assert held[0] == (396 if per_turn == 2 else 400)
             assert held[-1] == end

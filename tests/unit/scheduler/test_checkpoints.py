@@ -13,8 +13,8 @@ import pytest
 
 from pyllamacache.config import CacheBudget, Memory
 from pyllamacache.errors import NativeError
+from pyllamacache.prefix.index import Checkpoint, PrefixIndex
 from pyllamacache.prefix.retention import Eviction
-from pyllamacache.prefix.tree import Checkpoint, CheckpointTree
 from pyllamacache.request import CheckpointKind, Reason, Source
 from pyllamacache.scheduler.backend import Traits
 from pyllamacache.scheduler.checkpoints import Checkpoints
@@ -51,7 +51,7 @@ def late(driver: Driver, max_captures: int = 1) -> Driver:
 
 
 def nodes(driver: Driver) -> list[Checkpoint]:
-    return sorted(driver.state.checkpoints.tree, key=lambda node: node.position)
+    return sorted(driver.state.checkpoints.index.checkpoints, key=lambda node: node.position)
 
 
 def taken(driver: Driver) -> list[tuple[int, str]]:
@@ -310,7 +310,7 @@ def test_a_decode_step_does_no_work_for_checkpoints(memory: Memory, monkeypatch:
     assert all(job.is_decoding for job in driver.state.running)
     for name in ("path", "held_by", "take", "poll", "serve", "wait", "counts", "touch", "drop", "prepare"):
         counted(Checkpoints, name)
-    counted(CheckpointTree, "path")
+    counted(PrefixIndex, "path")
     n_steps = driver.state.n_steps
     for _ in range(20):
         driver.step_only()
@@ -476,7 +476,7 @@ def test_the_next_shallower_one_may_have_been_given_up_meanwhile() -> None:
     driver, _ = idle_and_held()
     checkpoints = driver.state.checkpoints
     for node in nodes(driver):
-        if node.is_ready and (node.position in (64, 99) or node.edge[-1] >= OTHER[0]):
+        if node.is_ready and (node.position in (64, 99) or node.ids()[-1] >= OTHER[0]):
             checkpoints.drop(node, Eviction.OUTVALUED)
     checkpoints.set_budget(CacheBudget(len(nodes(driver)), 1 << 24, 1 << 24))
     driver.backend.faults.calls = ["resume"]
@@ -990,7 +990,7 @@ def test_closing_ends_captures_in_flight_before_the_backend_and_releases_all_mem
     gate.open()
     engine.close()
     assert backend.is_closed
-    assert len(checkpoints.tree) == checkpoints.used_bytes == 0
+    assert len(checkpoints.index.checkpoints) == checkpoints.used_bytes == 0
     assert checkpoints._pool.used_bytes == checkpoints._pool.resident_bytes == 0
 
 
@@ -1015,4 +1015,4 @@ def test_one_given_up_is_counted_by_its_reason() -> None:
     driver.complete(PROMPT, max_tokens=1)
     driver.state.checkpoints.drop(node_at(driver, 96), Eviction.OUTVALUED)
     assert driver.state.checkpoints.counts().evicted == {"outvalued": 1}
-    assert driver.state.checkpoints.tree.deepest_evicted("", driver.slot(0).tokens.ids, 80, 100) == 96
+    assert driver.state.checkpoints.index.deepest_evicted("", driver.slot(0).tokens.ids, 80, 100) == 96
