@@ -230,7 +230,7 @@ class CacheCorruptError(CacheDataError, ValueError):
     """The file is damaged, truncated or not one of ours."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(f"{path} is damaged or not a slot file: {what}")
+        super().__init__(f"{path} is damaged or not a file of this library: {what}")
         self.path = path
         self.what = what
 
