@@ -17,6 +17,10 @@ MAX_SLOTS = 255
 """llama.cpp's LLAMA_MAX_SEQ is 256; one id is kept free."""
 
 
+MAX_PARKED = 128
+"""Prefixes kept in KV cells beside those of the slots. llama.cpp has ids for more, but bookkeeping grows with them."""
+
+
 class Memory(str, Enum):
     """What a model remembers of a sequence, by llama.cpp's memory class."""
 
@@ -37,6 +41,11 @@ class Memory(str, Enum):
     def has_cells(self) -> bool:
         """Whether sequences compete for KV cells."""
         return self is not Memory.RECURRENT
+
+    @property
+    def can_park(self) -> bool:
+        """Whether a sequence that does not run can hold KV cells, and no state."""
+        return self in (Memory.FULL, Memory.SLIDING, Memory.HYBRID)
 
     @property
     def is_shareable(self) -> bool:

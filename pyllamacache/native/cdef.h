@@ -143,6 +143,9 @@ size_t  plc_span_size(struct plc_context * ctx, int32_t seq_id, int32_t start, i
 size_t  plc_span_get(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, uint8_t * dst, size_t size);
 int32_t plc_span_append(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, const uint8_t * src,
                         size_t size);
+int32_t plc_span_share(struct plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens);
+int32_t plc_span_trim(struct plc_context * ctx, int32_t seq_id, int32_t n_tokens);
+int32_t plc_span_length(const struct plc_context * ctx, int32_t seq_id);
 int32_t plc_seq_resume(struct plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens,
                        const uint8_t * src, size_t size);
 

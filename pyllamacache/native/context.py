@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import EngineSettings, Memory
+from ..config import MAX_PARKED, MAX_SLOTS, EngineSettings, Memory
 from ..errors import (
     ConfigError,
     ContextTooLargeError,
@@ -151,6 +151,9 @@ class NativeContext:
             n_ubatch=n_ubatch,
             n_vocab=self._model.n_vocab,
             eog_ids=self._model.eog_ids,
+            n_parked=0
+            if params.exact or not kinds[kind].can_park
+            else min(MAX_PARKED, MAX_SLOTS + 1 - params.n_slots),
         )
 
     @property
@@ -258,6 +261,22 @@ class NativeContext:
         if code:
             raise NativeError("llama_state_seq_set_data_ext", code, collect_log())
 
+    def share_span(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
+        code = self._lib.plc_span_share(self._ctx, donor_id, seq_id, n_tokens)
+        if code:
+            raise NativeError("llama_memory_seq_cp", code, collect_log())
+
+    def trim_span(self, seq_id: int, n_tokens: int) -> None:
+        code = self._lib.plc_span_trim(self._ctx, seq_id, n_tokens)
+        if code:
+            raise NativeError("llama_memory_seq_rm", code, collect_log())
+
+    def span_length(self, seq_id: int) -> int:
+        n_tokens = int(self._lib.plc_span_length(self._ctx, seq_id))
+        if n_tokens < 0:
+            raise NativeError("llama_memory_seq_pos_max", n_tokens, collect_log())
+        return n_tokens
+
     def span_size(self, seq_id: int, start: int, end: int) -> int:
         """Bytes of the span's cells [start, end). Raises NativeError where the sequence does not hold them all."""
         size = int(self._lib.plc_span_size(self._ctx, seq_id, start, end))
@@ -265,13 +284,17 @@ class NativeContext:
             raise NativeError("llama_state_seq_range_size", 0, collect_log())
         return size
 
-    def save_span(self, seq_id: int, start: int, end: int) -> npt.NDArray[np.uint8]:
-        """The span's cells [start, end); the bytes do not depend on the sequence. Raises NativeError."""
-        size = self.span_size(seq_id, start, end)
-        try:
-            data = np.empty(size, dtype=np.uint8)
-        except MemoryError:
-            raise NativeError("llama_state_seq_get_range", 0, f"no memory for {size} bytes") from None
+    def save_span(
+        self, seq_id: int, start: int, end: int, data: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """The span's cells [start, end), in `data` or in an array of their own; independent of the sequence."""
+        if data is None:
+            size = self.span_size(seq_id, start, end)
+            try:
+                data = np.empty(size, dtype=np.uint8)
+            except MemoryError:
+                raise NativeError("llama_state_seq_get_range", 0, f"no memory for {size} bytes") from None
+        size = len(data)
         written = self._lib.plc_span_get(self._ctx, seq_id, start, end, self._ffi.from_buffer("uint8_t[]", data), size)
         if written != size:
             raise NativeError("llama_state_seq_get_range", written, collect_log())

@@ -261,6 +261,11 @@ struct plc_context {
 
     bool has_seq(int32_t id) const { return id >= 0 && (uint32_t) id < n_seq_max; }
 
+    // Ids above n_seq_max exist in the attention cache alone, and only where all sequences share one stream.
+    bool has_span(int32_t id) const {
+        return span && (has_seq(id) || (unified && id >= 0 && (size_t) id < llama_max_parallel_sequences()));
+    }
+
     ~plc_context() {
         if (ctx) {
             llama_free(ctx);
@@ -441,7 +446,7 @@ int32_t plc_seq_erase(plc_context * ctx, int32_t seq_id) noexcept {
 }
 
 int32_t plc_seq_share(plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens) noexcept {
-    if (!ctx->has_seq(donor_id) || !ctx->has_seq(seq_id) || donor_id == seq_id || n_tokens < 1 ||
+    if (!ctx->has_span(donor_id) || !ctx->has_seq(seq_id) || donor_id == seq_id || n_tokens < 1 ||
         ctx->kind != LLAMA_MEMORY_KIND_KV) {
         return PLC_E_ARGUMENT;
     }
@@ -502,7 +507,7 @@ int32_t plc_state_set(plc_context * ctx, int32_t seq_id, const uint8_t * src, si
 }
 
 size_t plc_span_size(plc_context * ctx, int32_t seq_id, int32_t start, int32_t end) noexcept {
-    if (!ctx->has_seq(seq_id) || !ctx->span) {
+    if (!ctx->has_span(seq_id)) {
         return 0;
     }
     return guarded<size_t>("llama_state_seq_range_size", 0,
@@ -511,7 +516,7 @@ size_t plc_span_size(plc_context * ctx, int32_t seq_id, int32_t start, int32_t e
 
 size_t plc_span_get(plc_context * ctx, int32_t seq_id, int32_t start, int32_t end, uint8_t * dst,
                     size_t size) noexcept {
-    if (!ctx->has_seq(seq_id) || !ctx->span) {
+    if (!ctx->has_span(seq_id)) {
         return 0;
     }
     return guarded<size_t>("llama_state_seq_get_range", 0,
@@ -545,11 +550,43 @@ static bool take_span(plc_context * ctx, int32_t donor_id, int32_t seq_id, int32
     return true;
 }
 
+int32_t plc_span_share(plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens) noexcept {
+    if (!ctx->has_span(donor_id) || !ctx->has_span(seq_id) || donor_id == seq_id || n_tokens < 1) {
+        return PLC_E_ARGUMENT;
+    }
+    return guarded<int32_t>("llama_memory_seq_cp", PLC_E_EXCEPTION, [&]() -> int32_t {
+        // copying onto cells that are there would add to them
+        if (extent_of(ctx, seq_id).span_max != -1 || !take_span(ctx, donor_id, seq_id, n_tokens)) {
+            return PLC_E_POSITION;
+        }
+        return extent_of(ctx, seq_id).span_max == n_tokens - 1 ? PLC_OK : PLC_E_POSITION;
+    });
+}
+
+int32_t plc_span_trim(plc_context * ctx, int32_t seq_id, int32_t n_tokens) noexcept {
+    if (!ctx->has_span(seq_id) || n_tokens < 0) {
+        return PLC_E_ARGUMENT;
+    }
+    return guarded<int32_t>("llama_memory_seq_rm", PLC_E_EXCEPTION, [&]() -> int32_t {
+        // of the part: a recurrent part refuses ids it has no cell for before anything is removed
+        llama_memory_seq_rm(ctx->span, seq_id, n_tokens, -1);
+        return extent_of(ctx, seq_id).span_max < n_tokens ? PLC_OK : PLC_E_LOST;
+    });
+}
+
+int32_t plc_span_length(const plc_context * ctx, int32_t seq_id) noexcept {
+    if (!ctx->has_span(seq_id)) {
+        return PLC_E_ARGUMENT;
+    }
+    return guarded<int32_t>("llama_memory_seq_pos_max", PLC_E_EXCEPTION,
+                            [&] { return llama_memory_seq_pos_max(ctx->span, seq_id) + 1; });
+}
+
 int32_t plc_seq_resume(plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens, const uint8_t * src,
                        size_t size) noexcept {
     const bool has_donor = donor_id >= 0;
-    if (!ctx->has_seq(seq_id) || (has_donor && !ctx->has_seq(donor_id)) || donor_id == seq_id || n_tokens < 1 ||
-        !ctx->state || (has_donor && !ctx->span)) {
+    if (!ctx->has_seq(seq_id) || (has_donor && !ctx->has_span(donor_id)) || donor_id == seq_id || n_tokens < 1 ||
+        !ctx->state) {
         return PLC_E_ARGUMENT;
     }
     return guarded<int32_t>("llama_state_seq_set_data_ext", PLC_E_LOST, [&]() -> int32_t {

@@ -135,6 +135,12 @@ PLC_API size_t  plc_span_get(struct plc_context * ctx, int32_t seq_id, int32_t s
 PLC_API int32_t plc_span_append(struct plc_context * ctx, int32_t seq_id, int32_t start, int32_t end,
                                 const uint8_t * src, size_t size) PLC_NOEXCEPT;
 
+// The span alone, of any sequence that has one: those below n_seq_max and, where all sequences share one stream, the ids
+// up to llama_max_parallel_sequences() - 1, which nobody can decode and which have no state. Such an id can be a donor too.
+PLC_API int32_t plc_span_share(struct plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens) PLC_NOEXCEPT;
+PLC_API int32_t plc_span_trim(struct plc_context * ctx, int32_t seq_id, int32_t n_tokens) PLC_NOEXCEPT;
+PLC_API int32_t plc_span_length(const struct plc_context * ctx, int32_t seq_id) PLC_NOEXCEPT;
+
 // Resume at n_tokens: what the sequence holds is cut there, or (donor_id >= 0, the sequence empty) the donor's cells
 // [0, n_tokens) are taken; src is its state there, as a capture wrote it. PLC_E_STATE: refused, the sequence is as it was.
 PLC_API int32_t plc_seq_resume(struct plc_context * ctx, int32_t donor_id, int32_t seq_id, int32_t n_tokens,

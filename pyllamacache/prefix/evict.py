@@ -1,7 +1,8 @@
-"""Which idle slots to cut, and how far, before a request fails for want of KV cells.
+"""Which idle slots and parked prefixes to cut, and how far, before a request fails for want of KV cells.
 
-Least recently used first, from the tail. A cell that several idle slots hold is as recent as the most recent of them:
-when its turn comes, all of them are cut to the same length. What a slot outside `victims` holds frees nothing.
+The lowest priority first, of equal ones the least recently used, from the tail. A cell that several hold is as recent
+as the most recent of them: when its turn comes, all of them are cut to the same length. What a slot outside `victims`
+holds frees nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """An idle slot that may be cut. `rewind_floor` and `last_used` as in `plan.SlotView`."""
+    """An idle slot, or a parked prefix, that may be cut. `rewind_floor` and `last_used` as in `plan.SlotView`."""
 
     slot_id: SlotId
     rewind_floor: int
     last_used: int
+    priority: int = 0
+    """Lower ones go first."""
+    is_pinned: bool = False
+    """Goes after everything else: only for a request that would fail otherwise."""
+
+    @property
+    def rank(self) -> tuple[bool, int, int, int]:
+        return (self.is_pinned, self.priority, self.last_used, self.slot_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ def plan_cuts(
             cuts[victim.slot_id] = n_tokens if n_tokens >= victim.rewind_floor else 0
             after.trim(victim.slot_id, cuts[victim.slot_id])
 
-    for victim in sorted(victims, key=lambda each: (each.last_used, each.slot_id)):
+    for victim in sorted(victims, key=lambda each: each.rank):
         if after.used() <= target:
             break
         if victim.slot_id in keep:

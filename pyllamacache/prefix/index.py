@@ -237,8 +237,11 @@ class PrefixIndex:
         """Those in which anything exists."""
         return self._roots.keys()
 
-    def parked_in(self, seq_id: SlotId) -> Parked | None:
-        return self._parked.get(seq_id)
+    def parked_by(self, seq_id: SlotId) -> Parked:
+        """Raises InternalError where the sequence holds nothing."""
+        if seq_id not in self._parked:
+            raise InternalError(f"sequence {seq_id} is not parked")
+        return self._parked[seq_id]
 
     def _walk(self, namespace: str, ids: Ids) -> tuple[list[_Node], int]:
         """Nodes on the way, the last one perhaps in part, and how many ids agree."""

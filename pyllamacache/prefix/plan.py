@@ -55,6 +55,8 @@ class SlotView:
     """Exact mode: leading tokens computed in whole grid chunks of prompt tokens. Otherwise the whole length."""
     last_used: int
     """Grows with use."""
+    is_parked: bool = False
+    """Not a slot: it holds cells and no state, and can only be a donor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Rules:
     """Without cells a checkpoint is all that a resume takes."""
     grid: int = 1
     """Resume positions are multiples of this; `n_ubatch` in exact mode."""
+    can_park: bool = False
+    """What a slot holds and the prompt does not go on with is parked before the slot is used: nothing is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +168,17 @@ def plan(
     """
     if len(ids) == 0 or not (slot_id is None or any(view.slot_id == slot_id for view in slots)):
         raise InternalError(f"plan for {len(ids)} tokens, slot {slot_id} of {len(slots)}")
-    asked = [view for view in slots if slot_id in (None, view.slot_id)]
+    asked = [view for view in slots if slot_id in (None, view.slot_id) and not view.is_parked]
     if all(view.is_busy for view in asked):
         return Wait(slot_id)
     if not cache_prompt:
         checkpoints = ()
     holdings = [_compare(ids, view, rules, namespace, cache_prompt, checkpoints) for view in slots]
-    idle = [each for each in holdings if not each.view.is_busy and slot_id in (None, each.view.slot_id)]
+    idle = [
+        each
+        for each in holdings
+        if not (each.view.is_busy or each.view.is_parked) and slot_id in (None, each.view.slot_id)
+    ]
     chosen = _choose(idle, holdings, rules, store)
     matched = max(each.matched for each in holdings)
     if not rules.has_cells and checkpoints:
@@ -196,7 +204,7 @@ def _compare(
     if not cache_prompt:
         return _Holding(view, matched, 0, 0, 0)
     on_grid = min(matched, len(ids) - 1, view.exact_tokens) // rules.grid * rules.grid
-    direct = on_grid if matched and _can_cut(view, on_grid) else 0
+    direct = on_grid if matched and not view.is_parked and _can_cut(view, on_grid) else 0
     if not rules.has_state:
         return _Holding(view, matched, direct, direct, on_grid if rules.can_share else 0)
     upto = on_grid if rules.has_cells else len(ids) - 1
@@ -220,11 +228,13 @@ def _choose(idle: Sequence[_Holding], holdings: Sequence[_Holding], rules: Rules
     must_spare = not store and (rules.has_state or not rules.can_share)
     donors = nlargest(2, holdings, key=lambda each: each.shared)
     candidates = [_best_of(each, donors, must_spare, store) for each in idle]
-    if rules.can_share:
+    if rules.can_park and store:
+        candidates = [replace(each, lost=0) for each in candidates]
+    elif rules.can_share:
         furthest = max(each.resume for each in candidates)
         # an empty or merely extended slot cannot be beaten; any other may tie with one whose content is elsewhere
         if not any(each.lost == 0 and each.resume == furthest and each.cost(False)[2] < 2 for each in candidates):
-            elsewhere = _held_elsewhere(holdings)
+            elsewhere = _held_elsewhere([each for each in holdings if not each.view.is_parked])
             candidates = [_spare(each, elsewhere) for each in candidates]
     return min(candidates, key=lambda each: each.cost(must_spare))
 

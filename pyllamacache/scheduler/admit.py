@@ -56,6 +56,7 @@ def _cancelled_in_queue(submission: Submission, now: float) -> Completion:
         cache=CacheReport(0, 0, 0, Source.NONE, Reason.NOT_RUN, 0),
         timings=Timings(waited_s, 0.0, 0.0, math.nan, 0.0),
         slot_id=None,
+        prompt_token_ids=submission.request.prompt.ids,
     )
 
 
@@ -91,7 +92,7 @@ def _choose(state: SchedulerState, request: Request) -> Plan | Wait:
     on_the_way = state.checkpoints.path(namespace, ids[:-1])
     chosen = plan(
         ids,
-        state.views(),
+        state.views(namespace, ids),
         rules=state.rules,
         namespace=namespace,
         checkpoints=[node.position for node in on_the_way],
@@ -173,36 +174,46 @@ def _restore(state: SchedulerState, job: Job) -> None:
     chosen, slot = job.plan, job.slot
     job.source, job.reason, job.position = chosen.source, chosen.reason, chosen.position
     started_s = state.clock()
-    try:
-        if chosen.source is Source.SHARED and chosen.donor_id is not None:
-            state.share(state.slots[chosen.donor_id], slot, chosen.resume_tokens)
-        elif chosen.source is Source.SLOT:
-            if chosen.resume_tokens < len(slot) and not state.trim(slot, chosen.resume_tokens):
-                job.source, job.reason = Source.NONE, Reason.NOT_REWINDABLE
-        elif chosen.source is Source.CHECKPOINT:
-            _resume_checkpoint(state, job)
-        elif len(slot):
+    with state.lease(chosen.donor_id):
+        _park(state, job)
+        try:
+            if chosen.source is Source.SHARED and chosen.donor_id is not None:
+                state.share(chosen.donor_id, slot, job.request.prompt.ids[: chosen.resume_tokens])
+            elif chosen.source is Source.SLOT:
+                if chosen.resume_tokens < len(slot) and not state.trim(slot, chosen.resume_tokens):
+                    job.source, job.reason = Source.NONE, Reason.NOT_REWINDABLE
+            elif chosen.source is Source.CHECKPOINT:
+                _resume_checkpoint(state, job)
+            elif len(slot):
+                state.erase(slot)
+        except NativeError:
             state.erase(slot)
-    except NativeError:
-        state.erase(slot)
-        job.source, job.reason, job.position = Source.NONE, Reason.LOST, 0
+            job.source, job.reason, job.position = Source.NONE, Reason.LOST, 0
     job.resumed_tokens = len(slot)
     job.restored_s = state.clock() - started_s
     job.outbox.prefilled_tokens = len(slot)
 
 
+def _park(state: SchedulerState, job: Job) -> None:
+    """Keep what the slot holds and this request does not go on with, or will not leave there."""
+    slot, chosen = job.slot, job.plan
+    goes_on = chosen.source is Source.SLOT and chosen.resume_tokens == len(slot)
+    if not goes_on or not (job.request.store or state.memory.is_shareable):
+        state.parking.park(slot)
+
+
 def _resume_checkpoint(state: SchedulerState, job: Job) -> None:
     """Put the planned state back, or the next shallower one."""
     chosen, slot, request = job.plan, job.slot, job.request
-    donor = None if chosen.donor_id is None else state.slots[chosen.donor_id]
-    for node in reversed(state.checkpoints.path(request.namespace, request.prompt.ids[: chosen.resume_tokens])):
+    donor_id, ids = chosen.donor_id, request.prompt.ids
+    for node in reversed(state.checkpoints.path(request.namespace, ids[: chosen.resume_tokens])):
         if not state.checkpoints.has(node):
             continue  # given up for what the slot waited with
         n_before = len(slot)
         try:
-            state.resume(donor, slot, node)
+            state.resume(donor_id, slot, node, ids[: node.position])
         except NativeError:
-            if donor is None and len(slot) < n_before and state.memory.has_cells:
+            if donor_id is None and len(slot) < n_before and state.memory.has_cells:
                 break  # its cells are gone with its state
             continue
         if node.position < chosen.resume_tokens:

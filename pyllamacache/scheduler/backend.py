@@ -37,6 +37,8 @@ class Traits:
     n_vocab: int
     eog_ids: frozenset[int]
     """Tokens that end a generation."""
+    n_parked: int = 0
+    """Sequences beside the slots', `n_slots` to `n_slots + n_parked - 1`, which can hold cells but not run."""
 
     @property
     def has_state(self) -> bool:
@@ -122,7 +124,11 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """One native context. Sequence ids are slot ids: 0 to n_slots - 1."""
+    """One native context. Sequence ids are slot ids: 0 to n_slots - 1; above them are the parked ones.
+
+    A donor may be a parked sequence, and so may what the calls with `span` in their names speak of; everything else is
+    for those of slots. A sequence whose span was changed alone has to be resumed or erased before it runs.
+    """
 
     @property
     def traits(self) -> Traits: ...
@@ -154,6 +160,42 @@ class Backend(Protocol):
 
     def share(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
         """Make [0, n_tokens) of the donor the content of `seq_id`, which is empty. Memory.FULL only."""
+        ...
+
+    def share_span(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
+        """Let a sequence whose span is empty hold the cells [0, n_tokens) of another one as well; no state.
+
+        Raises:
+            NativeError: nothing was changed.
+        """
+        ...
+
+    def trim_span(self, seq_id: int, n_tokens: int) -> None:
+        """Cut the span of a sequence to [0, n_tokens), anywhere, without a look at its state. Never fails."""
+        ...
+
+    def span_length(self, seq_id: int) -> int:
+        """Cells a sequence holds. Effects: none."""
+        ...
+
+    def span_size(self, seq_id: int, start: int, end: int) -> int:
+        """Bytes of the cells [start, end) of a sequence. Raises NativeError."""
+        ...
+
+    def save_span(self, seq_id: int, start: int, end: int, data: npt.NDArray[np.uint8]) -> object:
+        """Write the cells [start, end) to `data`, which has `span_size`. Waits for what is being computed.
+
+        Raises:
+            NativeError: what `data` holds then is undefined.
+        """
+        ...
+
+    def append_span(self, seq_id: int, start: int, end: int, data: npt.NDArray[np.uint8]) -> None:
+        """Add saved cells to a sequence whose cells end at `start`. Its state, if it has one, stays what it was.
+
+        Raises:
+            NativeError: refused; the sequence is what it was.
+        """
         ...
 
     def state_bytes(self, seq_id: int) -> int:

@@ -424,10 +424,9 @@ class Checkpoints:
 
     # ---- putting back ----
 
-    def resume(self, donor: SlotState | None, slot: SlotState, node: Checkpoint) -> None:
+    def resume(self, donor_id: SlotId | None, slot: SlotState, node: Checkpoint) -> None:
         """Put the state back. Raises NativeError; the checkpoint is given up then."""
         started_s = self._clock()
-        donor_id = None if donor is None else donor.slot_id
         try:
             self._backend.resume(donor_id, slot.slot_id, node.position, self._blocks[node].data)
         except NativeError:

@@ -74,6 +74,9 @@ class SlotState:
     exact_tokens: int = 0
     """Exact mode: leading tokens that were computed in whole grid chunks of prompt tokens."""
     last_used: int = 0
+    priority: int = 0
+    """Of the request that ran in it last."""
+    expires_s: float | None = None
     job: Job | None = None
     is_held: bool = False
     """Nothing may change its content before a checkpoint of it is taken (`Checkpoints.settle`)."""

@@ -7,7 +7,8 @@ buffers cannot drift apart. Scheduler thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, NativeError
@@ -17,12 +18,14 @@ from ..prefix.index import PrefixIndex
 from ..prefix.plan import Rules, SlotView
 from ..request import SlotId
 from .checkpoints import Checkpoints
+from .parking import Parking
 from .slots import SlotInfo, SlotState
 
 if TYPE_CHECKING:
     from ..config import CacheBudget, Memory
     from ..observe.metrics import Metrics
     from ..prefix.index import Checkpoint
+    from ..request import Ids
     from ..store.host import HostPool
     from .backend import Backend, Traits
     from .inbox import Submission
@@ -49,20 +52,23 @@ class SchedulerState:
         self.piece = piece
         self.rules = Rules(
             can_share=(self.memory.is_shareable or (self.memory.has_cells and self.traits.has_state))
-            and self.traits.n_slots > 1,
+            and self.traits.n_slots + self.traits.n_parked > 1,
             has_state=self.traits.has_state,
             has_cells=self.memory.has_cells,
             grid=self.traits.n_ubatch if self.traits.exact else 1,
+            can_park=self.traits.n_parked > 0,
         )
         self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
         self.index = PrefixIndex()
         self.checkpoints = Checkpoints(backend, self.slots, pool, budget, clock, self.index)
+        self.parking = Parking(self)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
         self.queue: deque[Submission] = deque()
         self.running: list[Job] = []
         self.n_steps = 0
         self.n_admitted = 0
+        self._n_touched = 0
         self.n_changes = 0
         """Grows when a slot is taken, left, cut or filled: what a plan depends on besides the queue."""
         self.refused_at = (-1, 0)
@@ -80,8 +86,9 @@ class SchedulerState:
             return len(slot)
         return self.backend.rewind_floor(slot.slot_id)
 
-    def views(self) -> list[SlotView]:
-        return [
+    def views(self, namespace: str, ids: Ids) -> list[SlotView]:
+        """Every slot, and of what is parked the one that holds most of `ids`."""
+        views = [
             SlotView(
                 slot.slot_id,
                 slot.is_busy,
@@ -93,14 +100,34 @@ class SchedulerState:
             )
             for slot in self.slots
         ]
+        parked = self.index.match(namespace, ids).parked if self.parking.is_on else None
+        if parked is not None:
+            held = parked.ids()
+            seq_id, used = parked.seq_id, parked.last_used
+            views.append(SlotView(seq_id, False, held, namespace, 1, len(held), used, is_parked=True))
+        return views
+
+    @contextmanager
+    def lease(self, seq_id: SlotId | None) -> Iterator[None]:
+        """Meanwhile nothing is taken from what the sequence holds, if it is a parked one."""
+        if seq_id is None or seq_id < len(self.slots):
+            yield
+            return
+        parked = self.index.parked_by(seq_id)
+        parked.n_users += 1
+        try:
+            yield
+        finally:
+            parked.n_users -= 1
 
     def victims(self) -> list[Victim]:
-        """Idle slots that hold something."""
-        return [
+        """Idle slots that hold something, and what is parked."""
+        idle = [
             Victim(slot.slot_id, self.rewind_floor(slot), slot.last_used)
             for slot in self.slots
             if len(slot) and not slot.is_busy
         ]
+        return idle + self.parking.victims()
 
     @property
     def free_cells(self) -> int:
@@ -130,7 +157,8 @@ class SchedulerState:
     def touch(self, slot: SlotState) -> None:
         """The slot is taken or left now."""
         self.n_changes += 1
-        slot.last_used = 1 + max(each.last_used for each in self.slots)
+        self._n_touched += 1
+        slot.last_used = self._n_touched
 
     def erase(self, slot: SlotState) -> None:
         self.checkpoints.settle(slot)
@@ -160,39 +188,41 @@ class SchedulerState:
         except NativeError:
             return False  # what is left is unknown, so it costs this slot its content and nobody else anything
 
-    def share(self, donor: SlotState, slot: SlotState, n_tokens: int) -> None:
-        """Make the donor's [0, n_tokens) the content of `slot`, whatever it held."""
+    def share(self, donor_id: SlotId, slot: SlotState, ids: Ids) -> None:
+        """Make `ids`, the start of what the donor holds, the content of `slot`, whatever it held."""
+        n_tokens = len(ids)
         self.erase(slot)
-        self.backend.share(donor.slot_id, slot.slot_id, n_tokens)
+        self.backend.share(donor_id, slot.slot_id, n_tokens)
         if self.counts_cells:
-            self.ledger.share(donor.slot_id, slot.slot_id, n_tokens)
-        slot.tokens.extend(donor.tokens.slice(0, n_tokens))
-        slot.exact_tokens = min(donor.exact_tokens, n_tokens)
+            self.ledger.share(donor_id, slot.slot_id, n_tokens)
+        slot.tokens.extend(ids)
+        slot.exact_tokens = n_tokens
+        if donor_id < len(self.slots):
+            slot.exact_tokens = min(self.slots[donor_id].exact_tokens, n_tokens)
 
-    def resume(self, donor: SlotState | None, slot: SlotState, node: Checkpoint) -> None:
-        """Bring `slot` to a checkpoint, over its own cells or (it is emptied first) the donor's.
+    def resume(self, donor_id: SlotId | None, slot: SlotState, node: Checkpoint, ids: Ids) -> None:
+        """Bring `slot` to a checkpoint, whose prefix is `ids`, over its own cells or (it is emptied first) the donor's.
 
         Raises:
             NativeError: refused; the slot holds what it held, or nothing.
         """
         n_tokens = node.position
-        ids = node.ids() if donor is None and not self.memory.has_cells else (donor or slot).tokens.slice(0, n_tokens)
         ids = ids.copy()
         self.checkpoints.hold(node)
         try:
             self.checkpoints.settle(slot)  # which may take one, and give up others for it
-            if donor is not None:
+            if donor_id is not None:
                 self.erase(slot)
             self.n_changes += 1
-            self.checkpoints.resume(donor, slot, node)
+            self.checkpoints.resume(donor_id, slot, node)
         except NativeError:
             if self.backend.length(slot.slot_id) != len(slot):
                 self.erase(slot)
             raise
         finally:
             self.checkpoints.let_go(node)
-        if self.counts_cells and donor is not None:
-            self.ledger.share(donor.slot_id, slot.slot_id, n_tokens)
+        if self.counts_cells and donor_id is not None:
+            self.ledger.share(donor_id, slot.slot_id, n_tokens)
         elif self.counts_cells:
             self.ledger.trim(slot.slot_id, n_tokens)
         slot.truncate(0)
@@ -204,7 +234,7 @@ class SchedulerState:
         for node in reversed(self.checkpoints.held_by(slot)):
             if node.position <= n_tokens:
                 try:
-                    self.resume(None, slot, node)
+                    self.resume(None, slot, node, slot.tokens.slice(0, node.position))
                 except NativeError:
                     if self.memory.has_cells and not len(slot):
                         break  # its cells are gone with its state
@@ -229,6 +259,9 @@ class SchedulerState:
 
     def apply_cuts(self, cuts: tuple[Cut, ...]) -> None:
         for cut in cuts:
+            if cut.slot_id >= len(self.slots):
+                self.metrics.count("evicted_tokens", self.parking.cut(cut.slot_id, cut.n_tokens))
+                continue
             slot = self.slots[cut.slot_id]
             if slot.is_busy:
                 raise InternalError(f"cut of busy slot {cut.slot_id}")

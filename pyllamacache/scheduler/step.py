@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import CellsExhaustedError, GrammarError, NativeError
-from ..prefix.evict import plan_cuts
+from ..prefix.evict import Cut, plan_cuts
 from ..request import Reason, Source
 from .backend import Outcome
 from .compose import Batch, compose
@@ -72,7 +72,9 @@ def _make_room(state: SchedulerState) -> Batch:
         batch = compose(state.running, state.traits)
         if not state.counts_cells or batch.n_tokens <= state.free_cells:
             return batch
-        state.apply_cuts(plan_cuts(batch.n_tokens, state.free_cells, state.victims(), state.ledger))
+        slack = state.traits.n_ubatch  # or every token of every reply would come here again
+        cuts = plan_cuts(batch.n_tokens, state.free_cells, state.victims(), state.ledger, slack=slack)
+        state.apply_cuts(cuts)
         if batch.n_tokens <= state.free_cells:
             return batch
         if not _yield_cells(state, batch.n_tokens):
@@ -183,10 +185,8 @@ def _take_failure(state: SchedulerState, batch: Batch, result: StepResult) -> No
 
 def _take_no_cells(state: SchedulerState, feeds: list[Feed]) -> None:
     """llama.cpp found no place although the books had one: give up idle content, then let the youngest wait."""
-    idle = [slot for slot in state.slots if len(slot) and not slot.is_busy]
-    if idle:
-        oldest = min(idle, key=lambda slot: slot.last_used)
-        state.metrics.count("evicted_tokens", len(oldest))
-        state.erase(oldest)
+    victims = state.victims()
+    if victims:
+        state.apply_cuts((Cut(min(victims, key=lambda each: each.rank).slot_id, 0),))
         return
     _yield_cells(state, sum(len(feed.tokens) for feed in feeds))

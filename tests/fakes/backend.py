@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pyllamacache.config import Memory
 from pyllamacache.errors import GrammarError, NativeError
 from pyllamacache.request import SamplingParams
@@ -19,7 +21,6 @@ from .sequences import Sequences
 from .vocabulary import ByteVocab
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from pyllamacache.request import CaptureMode, Ids
@@ -37,12 +38,13 @@ def make_traits(
     n_batch: int = 8,
     n_ubatch: int = 4,
     eog_ids: frozenset[int] = frozenset(),
+    n_parked: int = 0,
 ) -> Traits:
     """Traits as `native.context` would make them of an engine's settings. No token ends a reply unless one is named."""
     assert n_batch % n_ubatch == 0
     assert n_batch >= n_slots
     cells = n_ctx * n_slots if exact else kv_tokens or n_ctx
-    return Traits(memory, exact, n_slots, n_ctx, cells, n_batch, n_ubatch, ByteVocab.n_vocab, eog_ids)
+    return Traits(memory, exact, n_slots, n_ctx, cells, n_batch, n_ubatch, ByteVocab.n_vocab, eog_ids, n_parked)
 
 
 class FakeCapture:
@@ -164,6 +166,40 @@ class FakeBackend:
     def share(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
         self._enter("share")
         self.sequences.share(donor_id, seq_id, n_tokens)
+
+    # -- the span alone --
+
+    def share_span(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
+        self._enter("share_span")
+        self.sequences.share_span(donor_id, seq_id, n_tokens)
+
+    def trim_span(self, seq_id: int, n_tokens: int) -> None:
+        self._enter()
+        assert self.sequences.span is not None
+        self.sequences.span.trim(seq_id, n_tokens)
+
+    def span_length(self, seq_id: int) -> int:
+        self._enter()
+        assert self.sequences.span is not None
+        return len(self.sequences.span.cells(seq_id))
+
+    def span_size(self, seq_id: int, start: int, end: int) -> int:
+        self._enter("span_size")
+        return 16 * (end - start)
+
+    def save_span(self, seq_id: int, start: int, end: int, data: npt.NDArray[np.uint8]) -> None:
+        self._enter("save_span")
+        cells = np.array(self.sequences.save_span(seq_id, start, end), dtype=np.int64)
+        data[:] = cells.reshape(-1).view(np.uint8)
+
+    def append_span(self, seq_id: int, start: int, end: int, data: npt.NDArray[np.uint8]) -> None:
+        self._enter("append_span")
+        cells = [(int(token), int(value)) for token, value in data.copy().view(np.int64).reshape(-1, 2)]
+        assert len(cells) == end - start
+        try:
+            self.sequences.append_span(seq_id, start, cells)
+        except ValueError as error:
+            raise NativeError("llama_state_seq_append_range", REFUSED_STATE, str(error)) from None
 
     # -- captures --
 

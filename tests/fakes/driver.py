@@ -120,6 +120,7 @@ class Driver:
         self.tickets: list[Ticket] = []
         self._namespaces = {slot.slot_id: "" for slot in self.state.slots}
         """Where each slot's content comes from, kept apart from the scheduler's own record."""
+        self._parked_namespaces: dict[SlotId, str] = {}
         self._once_held: dict[str, set[tuple[int, ...]]] = {}
         """By namespace: what slots held after a turn."""
         self._ran_in: dict[RequestId, SlotId] = {}
@@ -153,6 +154,9 @@ class Driver:
         """`admit`, and nothing crosses from one namespace into another."""
         held = {slot.slot_id: slot.tokens.ids.copy() for slot in self.state.slots}
         homes = dict(self._namespaces)
+        parked: dict[str, list[Ids]] = {}
+        for each in self.state.index.parked:
+            parked.setdefault(each.namespace, []).append(each.ids())
         before = list(self.state.running)
         admit(self.state)
         for job in self.state.running:
@@ -162,9 +166,11 @@ class Driver:
             if job.resumed_tokens:
                 holder = job.slot.slot_id if plan.donor_id is None else plan.donor_id
                 if self.traits.memory.has_cells or job.source != "checkpoint":
-                    assert self._namespaces[holder] == request.namespace, "content of another namespace was reused"
+                    homes_now = {**self._namespaces, **self._parked_namespaces}
+                    assert homes_now[holder] == request.namespace, "content of another namespace was reused"
                 assert request.cache_prompt
             known = [held[slot_id] for slot_id in held if homes[slot_id] == request.namespace]
+            known += parked.get(request.namespace, [])
             if not self.traits.memory.has_cells:  # there, checkpoints outlive what they were taken of
                 known += [np.array(ids, dtype=np.int32) for ids in self._once_held.get(request.namespace, ())]
             assert plan.matched_tokens <= max((common_prefix_len(request.prompt.ids, ids) for ids in known), default=0)
@@ -310,10 +316,26 @@ class Driver:
             if len(slot):
                 self._once_held.setdefault(self._namespaces[slot.slot_id], set()).add(tuple(self.held(slot.slot_id)))
         self._check_checkpoints()
+        self._check_parked()
         if state.counts_cells:
             assert state.ledger.used() == backend.n_used_cells()
             assert state.ledger.used() <= self.traits.kv_tokens
         assert backend.n_open_samplers() == sum(job.sampler is not None for job in state.running)
+
+    def _check_parked(self) -> None:
+        """What the index says is parked is what the memory holds, in a namespace where it was once held."""
+        state, n_slots = self.state, self.traits.n_slots
+        state.index.audit()
+        parked = {each.seq_id: each for each in state.index.parked}
+        for seq_id in (SlotId(n_slots + i) for i in range(self.traits.n_parked)):
+            ids = parked[seq_id].ids().tolist() if seq_id in parked else []
+            assert self.backend.content(seq_id) == ids, f"parked sequence {seq_id} holds other"
+            assert state.ledger.length(seq_id) == len(ids)
+            if ids:
+                once = self._once_held.get(parked[seq_id].namespace, ())
+                assert any(each[: len(ids)] == tuple(ids) for each in once), "parked in a namespace it is not of"
+                self._parked_namespaces[seq_id] = parked[seq_id].namespace
+            assert seq_id not in parked or not parked[seq_id].n_users, "a lease that nobody ended"
 
     def _check_checkpoints(self) -> None:
         """The budget holds, blocks are where checkpoints are, and each is at the prefix it says."""

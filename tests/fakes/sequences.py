@@ -19,7 +19,9 @@ class Sequences:
         self.n_swa = n_swa
         n_slots, memory = traits.n_slots, traits.memory
         n_cells = traits.n_ctx if traits.exact else traits.kv_tokens
-        self.span = None if memory is Memory.RECURRENT else Span(n_slots, n_cells, unified=not traits.exact)
+        self.span = (
+            None if memory is Memory.RECURRENT else Span(n_slots + traits.n_parked, n_cells, unified=not traits.exact)
+        )
         self.states = [State() for _ in range(n_slots)] if memory.splits_steps else None
         self.windows: list[Window] | None = None
         """By sequence; one for all under a unified cache."""
@@ -76,6 +78,30 @@ class Sequences:
         assert 0 < n_tokens <= len(self.span.cells(donor_id))
         assert not self.span.cells(seq_id), "shared into a sequence that is not empty"
         self.span.share(donor_id, seq_id, n_tokens)
+
+    # -- the span alone --
+
+    def share_span(self, donor_id: int, seq_id: int, n_tokens: int) -> None:
+        """Planted faults override it."""
+        assert self.span is not None
+        assert 0 < n_tokens <= len(self.span.cells(donor_id))
+        assert not self.span.cells(seq_id), "shared into a sequence that is not empty"
+        self.span.share(donor_id, seq_id, n_tokens)
+
+    def save_span(self, seq_id: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Planted faults override it."""
+        assert self.span is not None
+        assert 0 <= start < end <= len(self.span.cells(seq_id))
+        return [(cell.token, cell.value) for cell in self.span.cells(seq_id)[start:end]]
+
+    def append_span(self, seq_id: int, start: int, saved: list[tuple[int, int]]) -> None:
+        """Raises ValueError and changes nothing."""
+        assert self.span is not None
+        assert len(self.span.cells(seq_id)) == start, "cells that do not begin where the sequence ends"
+        if len(saved) > self.span.n_free(seq_id):
+            raise ValueError("no cells")
+        for token, value in saved:
+            self.span.append(seq_id, token, value)
 
     # -- decoding --
 
