@@ -139,14 +139,33 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Spelling:
+    """How the ids of a prompt, or of a prompt and its reply, spell a text."""
+
+    data: bytes
+    """The text as UTF-8; a reply may end inside a character."""
+    ends: Ids
+    """Offset in `data` at which each token ends, ascending. Tokens that the text does not spell come first."""
+    controls: Ids
+    """Indices of the control tokens that the text spells, ascending."""
+    add_special: bool
+    parse_special: bool
+    reply_ends: tuple[int, ...] = ()
+    """How many tokens there were when a reply ended, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A tokenized prompt: what every later stage works on.
 
-    `ids` is a read-only int32 array of shape (n_tokens,). `text` is what the caller sent, if it was text.
+    `ids` is a read-only int32 array of shape (n_tokens,). `text` is what the caller sent, if it was text. `spelling` is
+    None where nobody will ask for it. `retokenized_at` is as in `CacheReport`.
     """
 
     ids: Ids
     text: str | None = None
+    spelling: Spelling | None = None
+    retokenized_at: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -202,6 +221,14 @@ class CacheReport:
     reason: Reason
     position: int
     """The token position the reason speaks of: the first token that was not reused because of it."""
+    retokenized_at: int | None = None
+    """A text prompt spelled with tokens that an earlier request left: the first position at which they differ from
+    those that tokenizing the whole text gives. None: they do not."""
+
+    @property
+    def note(self) -> str:
+        """What else there is to say; "" if nothing."""
+        return "" if self.retokenized_at is None else "same text, other tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,5 +278,7 @@ class Completion:
     timings: Timings
     slot_id: SlotId | None
     """The slot it ran in; None if it was cancelled before it had one."""
+    prompt_token_ids: Ids = field(repr=False, compare=False)
+    """The prompt as it was used: int32, shape (n_tokens,), read-only."""
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     logits: Logits | None = field(default=None, repr=False)

@@ -197,6 +197,10 @@ class NativeModel:
                     raise ModelUnsupportedError("detokenize", collect_log() or "llama.cpp failed")
                 n_max = -n
 
+    def control_text(self, token_id: int) -> bytes:
+        """How a control token is written where special tokens are parsed."""
+        return self.detokenize(np.array([token_id], dtype=np.int32), True)
+
     def piece(self, token_id: int) -> bytes:
         """The bytes a generated token adds to the text; control tokens add none. Source: llama_token_to_piece."""
         piece = self._pieces.get(token_id)

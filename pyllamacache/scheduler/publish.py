@@ -15,6 +15,7 @@ from ..request import (
     Timings,
     Usage,
 )
+from ..text.transcripts import transcribe
 from .placing import capture_end
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
         slot_id=job.slot.slot_id,
         logprobs=tuple(job.logprobs) if job.request.sampling.logprobs else None,
         logits=job.logits,
+        prompt_token_ids=job.request.prompt.ids,
     )
+    _remember(state, job)
     state.metrics.finished(completion)
     job.outbox.finish(completion)
 
@@ -105,6 +108,15 @@ def end_overdue(state: SchedulerState) -> None:
                     job,
                     RequestTimeoutError(timeout_s, prefilled, len(job.generated)),
                 )
+
+
+def _remember(state: SchedulerState, job: Job) -> None:
+    """Keep what a text prompt and its reply were spelled with; before the answer, which may be sent back at once."""
+    request = job.request
+    if request.store and request.prompt.spelling is not None:
+        transcript = transcribe(request.namespace, request.prompt, job.generated, state.piece, state.traits.eog_ids)
+        if transcript is not None:
+            state.transcripts.add(transcript)
 
 
 def _release(state: SchedulerState, job: Job) -> None:
@@ -150,6 +162,7 @@ def _report(job: Job) -> CacheReport:
         source=job.source,
         reason=job.reason,
         position=job.position,
+        retokenized_at=job.request.prompt.retokenized_at,
     )
 
 

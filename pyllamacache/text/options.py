@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -26,6 +26,7 @@ from .validate import (
 
 if TYPE_CHECKING:
     from ..request import Ids
+    from .transcripts import TextMatcher
 
     PromptInput = str | Sequence[int] | Ids
     """Text, or token ids."""
@@ -58,6 +59,9 @@ class RequestOptions(TypedDict, total=False):
     """Text prompts: add what the model wants at the start (BOS); default True."""
     parse_special: bool
     """Text prompts: read control tokens that the text spells; default False. Never for text of strangers."""
+    match_text: bool
+    """Text prompts: where an earlier request of the namespace spelled the same with other tokens, as sampled replies
+    do, go on with those; default True. Needs `cache_prompt`; never in exact mode."""
 
     temperature: float
     """0, the default, takes the most probable token."""
@@ -97,6 +101,7 @@ _WARM = frozenset(
         "boundaries",
         "add_special",
         "parse_special",
+        "match_text",
     }
 )
 
@@ -117,8 +122,11 @@ def build_request(
     n_slots: int,
     n_ctx: int,
     generate: bool = True,
+    texts: TextMatcher | None = None,
 ) -> Request:
     """Check everything a caller said, tokenize, and freeze it. Runs on the caller's thread.
+
+    Without `texts`, a text is what plain tokenization makes of it.
 
     Raises:
         InvalidRequestError, UnknownOptionError: an argument.
@@ -139,7 +147,7 @@ def build_request(
             "stop" if stop else "grammar",
             "the model has no vocabulary, so its replies have no text",
         )
-    tokenized = _tokenized(prompt, given, tokenize, n_vocab)
+    tokenized = _tokenized(prompt, given, tokenize, n_vocab, texts)
     request = Request(
         request_id=request_id,
         prompt=tokenized,
@@ -175,6 +183,10 @@ def _boundaries(
             raise InvalidRequestError("boundaries", "a text marks a place in a text prompt only; this one is token ids")
         starts.update(_occurrences(prompt.text, boundary))
     for start in _ends_of(sorted(starts)):
+        if prompt.spelling is not None and prompt.retokenized_at is not None:
+            n_bytes = len(str(prompt.text)[:start].encode())
+            found.add(int(np.searchsorted(prompt.spelling.ends, n_bytes, side="right")))
+            continue
         # what another prompt with the same text up to there has in common with this one
         head = tokenize(str(prompt.text)[:start], add_special, parse_special)
         found.add(_common(head, prompt.ids))
@@ -214,10 +226,22 @@ def _tokenized(
     given: Mapping[str, object],
     tokenize: Callable[[str, bool, bool], Ids],
     n_vocab: int,
+    texts: TextMatcher | None,
 ) -> Prompt:
     add_special = check_flag(given.get("add_special", True), field="add_special")
     parse_special = check_flag(given.get("parse_special", False), field="parse_special")
-    if isinstance(prompt, str):
-        text = check_text(prompt)
+    match = check_flag(given.get("match_text", True), field="match_text")
+    if not isinstance(prompt, str):
+        return Prompt(check_ids(prompt, n_vocab))
+    text = check_text(prompt)
+    if texts is None:
         return Prompt(check_ids(tokenize(text, add_special, parse_special), n_vocab), text)
-    return Prompt(check_ids(prompt, n_vocab))
+    tokenized = texts.prompt(
+        text,
+        check_namespace(given.get("namespace", "")),
+        add_special,
+        parse_special,
+        match=match and check_flag(given.get("cache_prompt", True), field="cache_prompt"),
+        spell=check_flag(given.get("store", True), field="store"),
+    )
+    return replace(tokenized, ids=check_ids(tokenized.ids, n_vocab))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from pyllamacache.errors import ClosedError, InternalError, NativeError, ResultTimeoutError, SlotBusyError
@@ -22,6 +23,7 @@ DONE = Completion(
     cache=CacheReport(0, 0, 0, Source.NONE, Reason.COLD, 0),
     timings=Timings(0.0, 0.0, 0.0, 0.0, 0.0),
     slot_id=SlotId(0),
+    prompt_token_ids=np.zeros(0, dtype=np.int32),
 )
 
 
