@@ -1,7 +1,8 @@
 """From the queue to a slot: match, plan, reserve, restore.
 
 A request is admitted when a slot is free and the cells it may need (prompt + max_tokens) can be had beside what the
-running ones may still need. First come, first served; one that waits for a slot it asked for is stepped over.
+running ones may still need. First come, first served; stepped over are those that wait for a slot they asked for, or
+for a prefix that a running request is computing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..errors import GrammarError, NativeError, RequestTimeoutError
 from ..prefix.plan import Plan, Wait, plan
 from ..request import CacheReport, Chunk, Completion, Reason, Source, Timings, Usage
 from ..text.decode import TextStream
+from .await_prefix import must_await
 from .jobs import Job
 from .placing import plan_captures
 from .slots import TokenBuffer
@@ -69,13 +71,18 @@ def admit(state: SchedulerState) -> None:
     if state.refused_at == (state.n_changes, len(state.queue)):
         return
     waiting: list[Submission] = []
+    n_awaiting = 0
     try:
         while state.queue:
             submission = state.queue[0]
             chosen = _choose(state, submission.request)
             if isinstance(chosen, Plan):
-                if not _fits(state, submission.request, chosen):
-                    break
+                if must_await(state, submission.request, chosen):
+                    n_awaiting += 1
+                    waiting.append(state.queue.popleft())
+                    continue
+                if n_awaiting >= state.n_idle or not _fits(state, submission.request, chosen):
+                    break  # a slot is kept for each of those that wait for a prefix
                 _start(state, submission, chosen)
                 state.queue.popleft()  # not before: whatever goes wrong, the request is where its end is told
             elif chosen.slot_id is not None:

@@ -59,6 +59,8 @@ class Job:
     """Checkpoints to take during prefill, the next one last."""
     capture_at: int = 1 << 62
     """Position at which the next checkpoint is taken, of prefill or reply."""
+    awaited_at: int = 1 << 62
+    """Position that a queued request with the same prefix waits for."""
     rolling: list[Checkpoint] = field(default_factory=list)
     """Those of its reply, the oldest first."""
     n_failures: int = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..prefix.placement import ROLLING_TOKENS, TAIL_TOKENS, place
+from ..prefix.placement import ROLLING_TOKENS, TAIL_TOKENS, Placement, place
 from ..prefix.retention import Eviction
 from ..request import CheckpointKind
 
@@ -56,6 +56,16 @@ def _set_next(state: SchedulerState, job: Job) -> None:
         job.capture_at = NEVER  # reply tokens are not reused there
     else:
         job.capture_at = max(job.n_prompt, job.slot.tokens.n) + ROLLING_TOKENS
+
+
+def add_placement(state: SchedulerState, job: Job, placement: Placement) -> None:
+    """One more, ahead of where the job is."""
+    at = [each.position for each in job.placements]
+    if placement.position in at:
+        return
+    job.placements.append(placement)
+    job.placements.sort(key=lambda each: -each.position)
+    _set_next(state, job)
 
 
 def capture(state: SchedulerState, job: Job) -> None:

@@ -130,6 +130,11 @@ class SchedulerState:
         return idle + self.parking.victims()
 
     @property
+    def n_idle(self) -> int:
+        """Slots that could take a request."""
+        return sum(not slot.is_busy for slot in self.slots)
+
+    @property
     def free_cells(self) -> int:
         return self.traits.kv_tokens - self.ledger.used()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import CellsExhaustedError, GrammarError, NativeError
 from ..prefix.evict import Cut, plan_cuts
 from ..request import Reason, Source
+from .await_prefix import has_arrived
 from .backend import Outcome
 from .compose import Batch, compose
 from .placing import capture, plan_captures
@@ -145,6 +146,8 @@ def _take_fed(state: SchedulerState, job: Job, feed: Feed, result: StepResult, i
         slot.exact_tokens = end // grid * grid if state.traits.exact else end
     if end == job.capture_at:
         capture(state, job)
+    if end >= job.awaited_at:
+        has_arrived(state, job)
     if feed.want_logits:
         job.logits = result.logits[index]
     if feed.sampler is None:
