@@ -31,6 +31,8 @@ from .store import slotfile
 from .store.host import HostPool
 from .store.machine import memory_bytes
 from .text.options import RequestOptions, build_request
+from .text.spelling import Speller
+from .text.transcripts import TextMatcher
 from .text.validate import check_ids
 
 if TYPE_CHECKING:
@@ -149,6 +151,8 @@ class Engine:
         budget = (cache or CacheConfig()).resolve(memory_bytes())
         self._pool = HostPool(budget.host_bytes)
         self._state = SchedulerState(context, self._metrics, time.monotonic, self._native.piece, self._pool, budget)
+        speller = Speller(self._native.tokenize, self._native.piece, self._native.control_text)
+        self._texts = TextMatcher(self._state.transcripts, self._native.tokenize, speller)
         self._scheduler = Scheduler(self._state, self._what)
         if self._settings.adapters:
             self._layout = self._read_layout()  # now: the files may be replaced later
@@ -211,6 +215,7 @@ class Engine:
             n_slots=self._traits.n_slots,
             n_ctx=self._traits.n_ctx,
             generate=generate,
+            texts=None if self._traits.exact else self._texts,
         )
         outbox = Outbox(keeps_chunks=keeps_chunks)
         self._scheduler.inbox.submit(Submission(request, outbox, submitted_s))

@@ -17,6 +17,7 @@ from ..prefix.evict import Cut, Victim
 from ..prefix.index import PrefixIndex
 from ..prefix.plan import Rules, SlotView
 from ..request import SlotId
+from ..text.transcripts import Transcripts
 from .checkpoints import Checkpoints
 from .parking import Parking
 from .slots import SlotInfo, SlotState
@@ -64,6 +65,7 @@ class SchedulerState:
         self.parking = Parking(self)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
+        self.transcripts = Transcripts()
         self.queue: deque[Submission] = deque()
         self.running: list[Job] = []
         self.n_steps = 0
