@@ -32,7 +32,7 @@ from ..errors import (
     ForkedError,
 )
 from . import disk_evict, disk_index, disk_rows
-from .disk_files import BeforeStep, is_scope, new_name, nothing
+from .disk_files import BeforeStep, is_scope, new_name, nothing, real_path
 from .disk_folder import OpenFolder
 from .disk_format import MAX_HEADER_BYTES, DiskEntry, check_entry, decode, encode, flat, ids_bytes, load
 
@@ -117,7 +117,7 @@ class DiskStore:
         # What waits for the next transaction: uses, and files that were not there. A deque needs no lock.
         self._uses: deque[tuple[str, bytes, float, int]] = deque()
         self._lost: deque[str] = deque()
-        root = os.path.realpath(os.fsdecode(folder))
+        root = real_path(folder)
         self._folder = OpenFolder(root, before_step)
         self._files = self._folder.files
         self._reader = disk_index.IndexReader(root)
@@ -139,7 +139,7 @@ class DiskStore:
     def size_bytes(self) -> int:
         """Of all files in the folder, those being written included; the index comes on top."""
         self._check_usable()
-        return self._reader.total_bytes()
+        return self._reader.size_bytes()
 
     @property
     def statistics(self) -> DiskStatistics:
@@ -274,14 +274,14 @@ class DiskStore:
             return True
         name = new_name(self.scope, entry.key, entry.kind)
         # First, so that nothing below it in its own chain is a leaf.
-        row_id = disk_rows.insert(c, scope, entry, name, size, self._folder.writer)
-        evicted = self._make_room(c, disk_evict.bid_of(entry.priority, entry.saved_tokens, entry.hits, size))
+        row_id, rank = disk_rows.insert(c, scope, entry, name, size, self._folder.writer)
+        evicted = self._make_room(c, disk_evict.bid_of(rank, entry.saved_tokens, entry.hits, size))
         if not evicted.is_enough:
             raise _NoRoomError
         return _Reserved(row_id, name, disk_rows.doomed(c), evicted)
 
     def _make_room(self, c: sqlite3.Connection, bid: disk_evict.Bid) -> disk_evict.Evicted:
-        over = disk_rows.total_bytes(c) - disk_rows.doomed_bytes(c) - self.limit_bytes
+        over = disk_rows.size_bytes(c) - self.limit_bytes
         return disk_evict.evict(c, over, bid, self._clock()) if over > 0 else disk_evict.Evicted()
 
     def _fill_reserved(self, reserved: _Reserved, pieces: list[bytes | Bytes]) -> bool:

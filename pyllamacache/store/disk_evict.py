@@ -71,9 +71,9 @@ def bucket_of(tokens: int, hits: int, size: int) -> int:
     return math.floor(2 * math.log2(max(weight_of(tokens, hits, size), 1e-30)))
 
 
-def bid_of(priority: int, tokens: int, hits: int, size: int) -> Bid:
+def bid_of(rank: int, tokens: int, hits: int, size: int) -> Bid:
     """For what is used now."""
-    return Bid(priority, weight_of(tokens, hits, size))
+    return Bid(rank, weight_of(tokens, hits, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _evict_leaves(c: sqlite3.Connection, needed_bytes: int, bid: Bid, now_s: flo
     rank = float(STRANDED - 1)
     while gone.n_bytes < needed_bytes:
         found = c.execute(_NEXT_RANK, (rank,)).fetchone()
-        if found is None or (found[0] > bid.rank and found[0] != STRANDED):
+        if found is None or found[0] > bid.rank:
             return
         rank = found[0]
         limit = bid.value if rank == bid.rank else math.inf

@@ -70,6 +70,19 @@ def new_name(scope: str, key: bytes, kind: str) -> str:
 # ---- the folder ------------------------------------------------------------------------------------------------
 
 
+def real_path(folder: str | os.PathLike[str]) -> str:
+    """Where the folder is, links followed.
+
+    Raises:
+        CacheFileError: no folder can have this name.
+    """
+    where = os.fsdecode(folder)
+    try:
+        return os.path.realpath(where)
+    except (ValueError, OSError):
+        raise CacheFileError(repr(where), "use", "no folder can have this name") from None
+
+
 def make_folder(root: str) -> None:
     """Make `root` a cache folder, if it is not there or empty.
 
@@ -107,12 +120,10 @@ def require_cache_folder(folder: str | os.PathLike[str]) -> str:
     Raises:
         CacheFileError: it is not.
     """
-    where = os.fsdecode(folder)
-    with suppress(OSError, ValueError):
-        root = os.path.realpath(where)
-        if is_cache_folder(root):
-            return root
-    raise CacheFileError(where, "use", "it is not the folder of a disk cache")
+    root = real_path(folder)
+    if not is_cache_folder(root):
+        raise CacheFileError(root, "use", "it is not the folder of a disk cache")
+    return root
 
 
 @contextmanager
@@ -153,24 +164,28 @@ class WriterLock:
             self._fd = -1
 
 
-def live_writers(root: str) -> set[str]:
-    """Of all stores that are open; what the others left is removed. With the folder's lock held."""
+def live_writers(root: str, *, keep: bool = False) -> set[str]:
+    """Of all stores that are open. Locks that others left are removed unless they are to `keep`.
+
+    With the folder's lock held.
+    """
     alive = set()
     for name in os.listdir(root):
         found = _WRITER.fullmatch(name)
-        if found is not None and not _remove_if_abandoned(os.path.join(root, name)):
+        if found is not None and not _is_abandoned(os.path.join(root, name), keep=keep):
             alive.add(found[1])
     return alive
 
 
-def _remove_if_abandoned(path: str) -> bool:
+def _is_abandoned(path: str, *, keep: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         return error.errno == errno.ENOENT
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
+        if not keep:
+            os.unlink(path)
         return True
     except OSError:
         return False
@@ -282,14 +297,17 @@ class EntryFiles:
             done += os.write(fd, data[done : done + PIECE_BYTES].data)
 
     def _open_to_create(self, name: str) -> tuple[int, str]:
-        scope, shard, _ = name.split("/")
+        scope, shard, base = name.split("/")
         self._before_step("file.mkdir")
         for _ in range(3):  # another process may be removing empty folders
-            for folder in (scope, f"{scope}/{shard}"):
-                with suppress(FileExistsError, FileNotFoundError):
-                    os.mkdir(os.path.join(self.root, folder), 0o700)
             with suppress(FileNotFoundError):
-                return self._open_folder(name)
+                _make_directory(os.path.join(self.root, scope))
+                scope_fd = os.open(os.path.join(self.root, scope), _OWN_DIRECTORY)
+                try:
+                    _make_directory(shard, scope_fd)
+                    return os.open(shard, _OWN_DIRECTORY, dir_fd=scope_fd), base
+                finally:
+                    os.close(scope_fd)
         raise FileNotFoundError(errno.ENOENT, "its folder cannot be made")
 
     def _open_folder(self, name: str) -> tuple[int, str]:
@@ -299,6 +317,11 @@ class EntryFiles:
             return os.open(shard, _OWN_DIRECTORY, dir_fd=scope_fd), base
         finally:
             os.close(scope_fd)
+
+
+def _make_directory(path: str, folder_fd: int | None = None) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700, dir_fd=folder_fd)
 
 
 def _names(folder: str, pattern: re.Pattern[str]) -> list[str]:

@@ -71,6 +71,10 @@ class OpenFolder:
         except sqlite3.Error as error:
             raise CacheFileError(self.root, what, f"its index says: {error}") from error
 
+    def renew(self) -> None:
+        """Make a new index from the files."""
+        self.call("repair", lambda index: self._open(index, is_broken=True))
+
     def close(self) -> None:
         """Repeatable."""
         self._is_closed = True
@@ -95,18 +99,23 @@ class OpenFolder:
             self._renew_lock()
             is_other = old is not None and disk_index.identity(self.root) != old.identity
             index = self._new_index() if is_broken and not is_other else self._old_or_new_index()
+            self._index = self._swept(index)
+            return self._index
+
+    def _swept(self, index: disk_index.DiskIndex) -> disk_index.DiskIndex:
+        try:
             try:
                 self._sweep(index)
             except sqlite3.DatabaseError as error:
-                index.close()
                 if not disk_index.is_broken(error):
                     raise
-                index = self._new_index()
-            except BaseException:
                 index.close()
-                raise
-            self._index = index
-            return index
+                index = self._new_index()
+                self._sweep(index)
+        except BaseException:
+            index.close()
+            raise
+        return index
 
     def _renew_lock(self) -> None:
         if self._lock is None or not self._lock.is_there:
@@ -118,7 +127,7 @@ class OpenFolder:
         if disk_index.identity(self.root) is None:
             return self._new_index()
         try:
-            return disk_index.DiskIndex(self.root, self._before_step)
+            return self._made_index()
         except (sqlite3.DatabaseError, OSError) as error:
             if isinstance(error, CacheDataError) or not (disk_index.is_broken(error) or self._is_no_file()):
                 raise
@@ -130,28 +139,19 @@ class OpenFolder:
 
     def _new_index(self) -> disk_index.DiskIndex:
         disk_index.set_aside(self.root)
-        index = disk_index.DiskIndex(self.root, self._before_step)
-        try:
-            self._adopt_files(index)
-        except BaseException:
-            # An index without the files would let the next one delete them.
-            index.close()
-            disk_index.set_aside(self.root)
-            raise
-        return index
+        return self._made_index()
 
-    def _adopt_files(self, index: disk_index.DiskIndex) -> None:
-        useless = []
-        with index.transaction("adopt") as c:
-            for name, size in self.files.walk():
-                if name.endswith(TEMPORARY):
-                    continue
-                stored = self._stored(name)
-                if stored is None or stored.size_bytes != size or not _adopt(c, name, stored, self._used_s(name)):
-                    useless.append(name)
-        for name in useless:
-            with suppress(OSError):
-                self.files.remove(name)
+    def _made_index(self) -> disk_index.DiskIndex:
+        return disk_index.DiskIndex(self.root, self._adopt_files, self._before_step)
+
+    def _adopt_files(self, c: sqlite3.Connection) -> None:
+        """What cannot be adopted is unknown to the index, and swept."""
+        for name, size in self.files.walk():
+            if name.endswith(TEMPORARY):
+                continue
+            stored = self._stored(name)
+            if stored is not None and stored.size_bytes == size:
+                _adopt(c, name, stored, self._used_s(name))
 
     def _stored(self, name: str) -> StoredFile | None:
         try:
@@ -226,11 +226,9 @@ class OpenFolder:
         return n_entries
 
 
-def _adopt(c: sqlite3.Connection, name: str, stored: StoredFile, used_s: float) -> bool:
+def _adopt(c: sqlite3.Connection, name: str, stored: StoredFile, used_s: float) -> None:
     scope = disk_rows.scope_id(c, stored.scope, json.dumps(dict(stored.facts), sort_keys=True))
     entry = replace(stored.entry, used_s=used_s)
-    try:
-        row_id = disk_rows.insert(c, scope, entry, name, stored.size_bytes, None)
-    except sqlite3.IntegrityError:  # two files for one key: one of them was about to be removed
-        return False
-    return disk_rows.publish(c, row_id, name, None)
+    with suppress(sqlite3.IntegrityError):  # two files for one key: one of them was about to be removed
+        row_id, _ = disk_rows.insert(c, scope, entry, name, stored.size_bytes, None)
+        disk_rows.publish(c, row_id, name, None)

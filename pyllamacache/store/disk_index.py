@@ -11,7 +11,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
@@ -82,7 +82,8 @@ def identity(root: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _connect(root: str, busy_s: float) -> sqlite3.Connection:
+def connect(root: str, busy_s: float) -> sqlite3.Connection:
+    """To the index that is there."""
     path = quote(os.path.join(root, INDEX))
     connection = sqlite3.connect(
         f"file:{path}?mode=rw", uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False
@@ -105,8 +106,13 @@ class DiskIndex:
     Made, and replaced, with the folder's lock held.
     """
 
-    def __init__(self, root: str, before_step: BeforeStep = nothing) -> None:
+    def __init__(
+        self, root: str, fill: Callable[[sqlite3.Connection], None], before_step: BeforeStep = nothing
+    ) -> None:
         """Open the index, made if it is not there.
+
+        Args:
+            fill: adds rows for the files that are there to a new index, before anybody sees it.
 
         Raises:
             sqlite3.DatabaseError: see `is_broken`.
@@ -119,14 +125,14 @@ class DiskIndex:
         before_step("index.open")
         _make_file(os.path.join(root, INDEX))
         self.identity = identity(root)
-        self._connection = _connect(root, BUSY_S)
+        self._connection = connect(root, BUSY_S)
         try:
-            self._prepare()
+            self._prepare(fill)
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self) -> None:
+    def _prepare(self, fill: Callable[[sqlite3.Connection], None]) -> None:
         c = self._connection
         c.create_function("bucket_of", 3, disk_evict.bucket_of, deterministic=True)
         version = c.execute("PRAGMA user_version").fetchone()[0]
@@ -139,6 +145,7 @@ class DiskIndex:
                     c.execute(statement)
                 # Beyond what any index before this one gave out: whoever asks for newer rows gets all of this one.
                 c.execute("INSERT INTO meta VALUES ('total', 0), ('seq', ?)", (time.time_ns() // 1000,))
+                fill(c)
                 c.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 c.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         found = {name for (name,) in c.execute("SELECT name FROM sqlite_master")}
@@ -252,26 +259,29 @@ class IndexReader:
             return (row[0], entry) if disk_rows.is_valid(entry, now_s) else None
         return None
 
-    def total_bytes(self) -> int:
+    def size_bytes(self) -> int:
         with self._lock, self._reading() as c:
-            return 0 if c is None else disk_rows.total_bytes(c)
+            return 0 if c is None else disk_rows.size_bytes(c)
         return 0
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
         """A broken or locked index reads as an empty one: the next write mends it, or says what is wrong."""
-        if self._is_closed:
-            yield None
-            return
         try:
-            there = identity(self._root)
-            if there != self._identity:
-                self._drop()
-                self._connection = None if there is None else _connect(self._root, READ_BUSY_S)
-                self._identity = there
+            self._follow()
+        except sqlite3.Error:
+            self._drop()
+        try:
             yield self._connection
         except sqlite3.Error:
             self._drop()
+
+    def _follow(self) -> None:
+        there = None if self._is_closed else identity(self._root)
+        if there != self._identity:
+            self._drop()
+            self._connection = None if there is None else connect(self._root, READ_BUSY_S)
+            self._identity = there
 
     def _drop(self) -> None:
         if self._connection is not None:

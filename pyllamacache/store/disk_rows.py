@@ -50,20 +50,40 @@ def scope_id(c: sqlite3.Connection, scope: str, facts: str) -> int:
     return found
 
 
-def insert(c: sqlite3.Connection, scope: int, entry: DiskEntry, name: str, size: int, writer: str | None) -> int:
-    """A row whose file is not there yet; it counts, and nobody finds it."""
+def insert(
+    c: sqlite3.Connection, scope: int, entry: DiskEntry, name: str, size: int, writer: str | None
+) -> tuple[int, int]:
+    """A row whose file is not there yet; it counts, and nobody finds it.
+
+    Returns: the row's id, and its rank: a span is stranded as long as the one before it is not there.
+    """
+    rank = entry.priority if _has_ground(c, scope, entry) else disk_evict.STRANDED
     row = {
         "scope": scope, "kind": entry.kind, "key": entry.key, "parent": entry.parent, "namespace": entry.namespace,
         "start": entry.start, "end": entry.end, "n_bytes": entry.n_bytes, "size": size, "label": entry.label,
         "priority": entry.priority, "tokens": entry.saved_tokens, "expires_s": entry.expires_s, "hits": entry.hits,
-        "used_s": entry.used_s, "pinned": int(entry.is_pinned), "rank": entry.priority,
+        "used_s": entry.used_s, "pinned": int(entry.is_pinned), "rank": rank,
         "bucket": disk_evict.bucket_of(entry.saved_tokens, entry.hits, size), "writer": writer, "name": name,
         "ids": ids_bytes(entry.ids),
     }  # fmt: skip
     columns, values = ", ".join(row), ", ".join(f":{column}" for column in row)
     made = c.execute(f"INSERT INTO entries ({columns}) VALUES ({values})", row).lastrowid  # noqa: S608 - own names
     assert made is not None
-    return made
+    return made, rank
+
+
+def _has_ground(c: sqlite3.Connection, scope: int, entry: DiskEntry) -> bool:
+    # Of a state nobody knows: where there are states only, it stands alone.
+    if entry.kind != "span" or entry.start == 0:
+        return True
+    return _rank_of(c, scope, entry.parent) not in (None, disk_evict.STRANDED)
+
+
+def _rank_of(c: sqlite3.Connection, scope: int, key: bytes) -> int | None:
+    """Of a span; None: it is not there."""
+    query = "SELECT rank FROM entries WHERE scope = ? AND kind = 'span' AND key = ?"
+    found = c.execute(query, (scope, key)).fetchone()
+    return None if found is None else int(found[0])
 
 
 def publish(c: sqlite3.Connection, row_id: int, name: str, writer: str | None) -> bool:
@@ -88,9 +108,7 @@ def _rejoin(c: sqlite3.Connection, row_id: int) -> None:
     ).fetchone()
     if kind != "span" or not children:
         return
-    below = c.execute("SELECT rank FROM entries WHERE scope = ? AND kind = 'span' AND key = ?", (scope, parent))
-    found = below.fetchone()
-    if start == 0 or (found is not None and found[0] != disk_evict.STRANDED):
+    if start == 0 or _rank_of(c, scope, parent) not in (None, disk_evict.STRANDED):
         disk_evict.rejoin(c, scope, key)
 
 
@@ -164,21 +182,16 @@ def all_names(c: sqlite3.Connection) -> set[str]:
     return {name for (name,) in c.execute("SELECT name FROM entries UNION ALL SELECT name FROM doomed")}
 
 
-def total_bytes(c: sqlite3.Connection) -> int:
-    """Of all files that are there or are being written."""
-    found: int = c.execute("SELECT value FROM meta WHERE name = 'total'").fetchone()[0]
-    return found
+def size_bytes(c: sqlite3.Connection) -> int:
+    """Of all files that are there or being written; without those that are being removed, which nobody waits for."""
+    total: int = c.execute("SELECT value FROM meta WHERE name = 'total'").fetchone()[0]
+    leaving: int = c.execute("SELECT coalesce(sum(size), 0) FROM doomed WHERE NOT stuck").fetchone()[0]
+    return total - leaving
 
 
 def doomed(c: sqlite3.Connection) -> list[str]:
     """Names of files to remove."""
     return [name for (name,) in c.execute("SELECT name FROM doomed")]
-
-
-def doomed_bytes(c: sqlite3.Connection) -> int:
-    """Of files that are about to be removed, without those that could not be."""
-    found: int = c.execute("SELECT coalesce(sum(size), 0) FROM doomed WHERE NOT stuck").fetchone()[0]
-    return found
 
 
 def forget_doomed(c: sqlite3.Connection, names: Iterable[str]) -> None:
