@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 
 from ..errors import CacheCorruptError, CacheDataError, CacheFileError
 from . import disk_index, disk_rows
-from .disk_files import INDEX, TEMPORARY, EntryFiles, folder_lock, live_writers, require_cache_folder
+from .disk_files import (
+    INDEX,
+    TEMPORARY,
+    EntryFiles,
+    folder_lock,
+    is_cache_folder,
+    live_writers,
+    require_cache_folder,
+)
 from .disk_folder import OpenFolder
 from .disk_format import DiskEntry, decode, ids_bytes, verify
 
-__all__ = ["DiskCheck", "DiskGroup", "DiskProblem", "check", "clear", "groups"]
+__all__ = ["DiskCheck", "DiskGroup", "DiskProblem", "check", "clear", "groups", "is_cache_folder"]
 
 _GROUPS = """
 SELECT s.scope, s.facts, e.namespace, sum(e.kind = 'span'), sum(e.kind = 'state'),
