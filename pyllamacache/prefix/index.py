@@ -15,10 +15,12 @@ Slots are not in the tree: their content changes with every token, and there are
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -202,6 +204,14 @@ class Match:
         return found
 
 
+class Watcher(Protocol):
+    """Is told of checkpoints and spans, once they hang and once they no longer do."""
+
+    def added(self, mark: Checkpoint | Span) -> None: ...
+    def removed(self, mark: Checkpoint | Span) -> None: ...
+
+
+_by_position = attrgetter("position")
 _NOTHING = Match(0, (), {}, None, 0, SPAN_TOKENS)
 
 
@@ -213,6 +223,7 @@ class PrefixIndex:
 
     def __init__(self, *, span_tokens: int = SPAN_TOKENS) -> None:
         self.span_tokens = span_tokens
+        self.watcher: Watcher | None = None
         self._roots: dict[str, _Node] = {}
         self._checkpoints: dict[Checkpoint, None] = {}
         self._spans: dict[Span, None] = {}
@@ -288,15 +299,9 @@ class PrefixIndex:
         held = spans.get(start)
         if at == 0 or (held is not None and held.position >= at):
             return
-        left = list(node.children.values())
-        while left:
-            node = left.pop()
-            for span in node.spans:
-                if span.start == start:
-                    spans[start] = span
-                    return
-            if node.end < start + self.span_tokens:
-                left += node.children.values()
+        span = _span_from(node, start, start + self.span_tokens)
+        if span is not None:
+            spans[start] = span
 
     def path(self, namespace: str, ids: Ids) -> list[Checkpoint]:
         """Every checkpoint at a prefix of `ids`, the shallowest first."""
@@ -317,6 +322,24 @@ class PrefixIndex:
         nodes, at = self._walk(namespace, ids)
         return [each for node in nodes for each in node.parked if each.position <= at]
 
+    def span_over(self, checkpoint: Checkpoint) -> Span | None:
+        """A span that holds the last token before it; with those before that one, the cells it needs."""
+        start = (checkpoint.position - 1) // self.span_tokens * self.span_tokens
+        node = _of(checkpoint)
+        at = bisect_left(node.spans, checkpoint.position, key=_by_position)
+        if at < len(node.spans):
+            return node.spans[at] if node.spans[at].start == start else None
+        return _span_from(node, start, start + self.span_tokens)
+
+    def checkpoints_over(self, span: Span) -> list[Checkpoint]:
+        """Those whose last token it holds."""
+        found: list[Checkpoint] = []
+        node: _Node | None = _of(span)
+        while node is not None and node.end > span.start:
+            found += [each for each in node.checkpoints if span.start < each.position <= span.position]
+            node = node.parent
+        return found
+
     # ---- changing ----------------------------------------------------------------------------------------------
 
     def add_checkpoint(self, namespace: str, ids: Ids, kind: CheckpointKind, n_bytes: int) -> Checkpoint:
@@ -328,7 +351,8 @@ class PrefixIndex:
             raise InternalError(f"a second checkpoint at position {checkpoint.position}")
         node = checkpoint.node = self._node_at(namespace, ids)
         _insert(node.checkpoints, checkpoint)
-        checkpoint.children = [each for each in self._topmost(checkpoint, parent) if _is_below(each, checkpoint)]
+        if node.children or node.checkpoints[-1] is not checkpoint:
+            checkpoint.children = [each for each in self._topmost(checkpoint, parent) if _is_below(each, checkpoint)]
         for each in checkpoint.children:
             if parent is not None:
                 parent.children.remove(each)
@@ -336,6 +360,8 @@ class PrefixIndex:
         if parent is not None:
             parent.children.append(checkpoint)
         self._checkpoints[checkpoint] = None
+        if self.watcher is not None:
+            self.watcher.added(checkpoint)
         return checkpoint
 
     def _topmost(self, checkpoint: Checkpoint, parent: Checkpoint | None) -> list[Checkpoint]:
@@ -368,15 +394,48 @@ class PrefixIndex:
         on_the_way = [each for node in nodes for each in node.spans if each.position <= at]
         if any(each.start == start and each.position == span.position for each in on_the_way):
             raise InternalError(f"a second span of [{start}, {span.position})")
-        node = span.node = self._node_at(namespace, ids)
+        parent = next((each for each in on_the_way if each.position == start), None) if start else None
+        self._hang(span, self._node_at(namespace, ids), parent)
+        return span, [each for each in on_the_way if each.start == start]
+
+    def add_spans(self, namespace: str, ids: Ids, n_bytes: int) -> list[Span]:
+        """All whole spans of `ids` that are missing, the first one first, of `n_bytes` each. Shorter ones stay.
+
+        Costs one look at `ids`, where adding them one by one costs as many.
+        """
+        whole = ids[: len(ids) // self.span_tokens * self.span_tokens]
+        if not len(whole):
+            return []
+        nodes, at = self._walk(namespace, whole)
+        held = {each.position: each for node in nodes for each in node.spans if each.position <= at}
+        if len(whole) in held and len(held) * self.span_tokens == len(whole):
+            return []
+        node, added, parent = self._node_at(namespace, whole), [], None
+        nodes = [node]
+        while node.parent is not None:
+            node = node.parent
+            nodes.append(node)
+        for end in range(self.span_tokens, len(whole) + 1, self.span_tokens):
+            while end > nodes[-1].end:
+                nodes.pop()
+            span = held.get(end)
+            if span is None:
+                span = Span(namespace, end, start=end - self.span_tokens, n_bytes=n_bytes)
+                self._hang(span, nodes[-1], parent)
+                added.append(span)
+            parent = span
+        return added
+
+    def _hang(self, span: Span, node: _Node, parent: Span | None) -> None:
+        span.node, span.parent = node, parent
         _insert(node.spans, span)
         self._spans[span] = None
-        span.parent = next((each for each in on_the_way if each.position == start), None) if start else None
-        if span.parent is not None:
-            span.parent.n_children += 1
-        if span.n_tokens == self.span_tokens:
+        if parent is not None:
+            parent.n_children += 1
+        if span.n_tokens == self.span_tokens and (node.children or node.spans[-1] is not span):
             self._adopt(span)
-        return span, [each for each in on_the_way if each.start == start]
+        if self.watcher is not None:
+            self.watcher.added(span)
 
     def _adopt(self, span: Span) -> None:
         """Spans that were stored before the one they continue."""
@@ -430,17 +489,19 @@ class PrefixIndex:
         node = _of(mark)
         if isinstance(mark, Checkpoint):
             del self._checkpoints[mark]
-            node.checkpoints.remove(mark)
+            _take_out(node.checkpoints, mark)
             self._hand_down(mark)
         else:
             del self._spans[mark]
-            node.spans.remove(mark)
+            _take_out(node.spans, mark)
             if mark.parent is not None:
                 mark.parent.n_children -= 1
             if mark.n_children:
                 self._orphan(mark)
         mark.node = None
         self._prune(mark.namespace, node)
+        if self.watcher is not None:
+            self.watcher.removed(mark)
 
     @staticmethod
     def _hand_down(checkpoint: Checkpoint) -> None:
@@ -514,9 +575,9 @@ class PrefixIndex:
         if node.parent is None:
             return
         if not node.children:
-            end = max(mark.position for mark in node.marks())
+            end = max(marks[-1].position for marks in (node.checkpoints, node.spans, node.parked) if marks)
             if end < node.end:
-                node.edge = node.edge[: end - node.start].copy()
+                node.edge = _cut(node.edge, end - node.start)
         elif len(node.children) == 1:
             _merge(node, next(iter(node.children.values())))
 
@@ -606,11 +667,37 @@ def _of(mark: Mark) -> _Node:
     return mark.node
 
 
+def _cut(edge: Ids, n_tokens: int) -> Ids:
+    """Its start. A copy only where that frees half of what is held, so that many cuts cost no more than one copy."""
+    held = edge if edge.base is None else edge.base
+    return edge[:n_tokens].copy() if 2 * n_tokens < len(held) else edge[:n_tokens]
+
+
+def _take_out(marks: list[_M], mark: _M) -> None:
+    if marks[-1] is mark:
+        marks.pop()
+    else:
+        marks.remove(mark)
+
+
 def _insert(marks: list[_M], mark: _M) -> None:
     at = len(marks)
     while at and marks[at - 1].position > mark.position:
         at -= 1
     marks.insert(at, mark)
+
+
+def _span_from(node: _Node, start: int, end: int) -> Span | None:
+    """One below the node that holds [start, ...), which reaches no further than `end`."""
+    left = list(node.children.values()) if node.end < end else []
+    while left:
+        node = left.pop()
+        for span in node.spans:
+            if span.start == start:
+                return span
+        if node.end < end:
+            left += node.children.values()
+    return None
 
 
 def _keep_longer(spans: dict[int, Span], span: Span, at: int) -> None:

@@ -37,6 +37,9 @@ class Eviction(str, Enum):
     BROKEN = "broken"
     """It could not be put back."""
 
+    EXPIRED = "expired"
+    """Its time to live was over."""
+
     __str__ = str.__str__
 
 
