@@ -122,12 +122,7 @@ class DiskStore:
         self._files = self._folder.files
         self._reader = disk_index.IndexReader(root)
         weakref.finalize(self, _close, self._folder, self._reader, self._pid)
-        try:
-            self._folder.call("open", lambda _: None)
-            self._folder.call("open", self._shrink)
-        except BaseException:
-            self.close()
-            raise
+        self._open()
 
     # -- looking --
 
@@ -360,6 +355,13 @@ class DiskStore:
             self.flush()
         self._is_closed = True
         _close(self._folder, self._reader, self._pid)
+
+    def _open(self) -> None:
+        try:
+            self._folder.call("open", self._shrink)
+        except BaseException:
+            self.close()
+            raise
 
     def _shrink(self, index: disk_index.DiskIndex) -> None:
         with index.transaction("shrink") as c:

@@ -297,7 +297,7 @@ class EntryFiles:
             done += os.write(fd, data[done : done + PIECE_BYTES].data)
 
     def _open_to_create(self, name: str) -> tuple[int, str]:
-        scope, shard, base = name.split("/")
+        scope, shard, base = _parts(name)
         self._before_step("file.mkdir")
         for _ in range(3):  # another process may be removing empty folders
             with suppress(FileNotFoundError):
@@ -311,12 +311,21 @@ class EntryFiles:
         raise FileNotFoundError(errno.ENOENT, "its folder cannot be made")
 
     def _open_folder(self, name: str) -> tuple[int, str]:
-        scope, shard, base = name.split("/")
+        scope, shard, base = _parts(name)
         scope_fd = os.open(os.path.join(self.root, scope), _OWN_DIRECTORY)
         try:
             return os.open(shard, _OWN_DIRECTORY, dir_fd=scope_fd), base
         finally:
             os.close(scope_fd)
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    # A name may come from a damaged index: it must not lead out of the folder.
+    scope, _, rest = name.partition("/")
+    shard, _, base = rest.partition("/")
+    if not (_SCOPE.fullmatch(scope) and _SHARD.fullmatch(shard) and _FILE.fullmatch(base)):
+        raise FileNotFoundError(errno.ENOENT, "no file of ours has this name")
+    return scope, shard, base
 
 
 def _make_directory(path: str, folder_fd: int | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from ..errors import CacheCorruptError, CacheDataError, CacheFileError
 from . import disk_index, disk_rows
 from .disk_files import (
+    BROKEN_INDEX,
     INDEX,
     TEMPORARY,
     BeforeStep,
@@ -223,6 +224,11 @@ class OpenFolder:
         with index.transaction("clear") as c:
             n_entries = disk_rows.clear(c, namespace, scope)
         self.remove_doomed(index)
+        is_everything = namespace is None and scope is None
+        index.forget(shrink=is_everything)
+        if is_everything:
+            with suppress(OSError):
+                os.unlink(os.path.join(self.root, BROKEN_INDEX))
         return n_entries
 
 

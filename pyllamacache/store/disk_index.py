@@ -138,6 +138,7 @@ class DiskIndex:
         version = c.execute("PRAGMA user_version").fetchone()[0]
         if version > _SCHEMA_VERSION:
             raise CacheMismatchError(self.root, "format_version", f"at most {_SCHEMA_VERSION}", version)
+        c.execute("PRAGMA secure_delete = ON")  # a deleted row held ids
         c.execute("PRAGMA journal_mode = WAL")  # where it does not work, SQLite stays with a rollback journal
         if version == 0:
             with self.transaction("create"):
@@ -156,6 +157,13 @@ class DiskIndex:
         """Repeatable."""
         with self._lock:
             self._connection.close()
+
+    def forget(self, *, shrink: bool = False) -> None:
+        """Leave nothing of deleted rows in the log either, as far as nobody is reading it just now."""
+        with self._lock, suppress(sqlite3.OperationalError):
+            if shrink:
+                self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @contextmanager
     def transaction(self, step: str) -> Iterator[sqlite3.Connection]:

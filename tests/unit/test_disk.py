@@ -387,6 +387,24 @@ def test_removing_and_clearing(store: DiskStore, folder: Path) -> None:
     assert bytes_on_disk(folder) == store.size_bytes == 0
 
 
+@pytest.mark.parametrize("is_from_outside", [False, True])
+def test_clearing_leaves_no_ids_behind(folder: Path, is_from_outside: bool) -> None:
+    store = open_store(folder)
+    secret = replace(spans(range(4))[0], ids=np.array([0x5EC12E7, 0x5EC12E8, 0x5EC12E9, 0x5EC12EA], np.int32))
+    put(store, secret)
+    mark = secret.ids.tobytes()
+    assert any(mark in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    (folder / BROKEN_INDEX).touch(mode=0o600)
+    if is_from_outside:
+        assert disk_check.clear(folder) == 1
+        assert not (folder / BROKEN_INDEX).exists()
+    else:
+        assert store.clear() == 1
+    assert not any(mark in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert put(store, CHAIN[0]) == [True]
+    store.close()
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------
 
 
@@ -497,7 +515,7 @@ def test_an_index_that_is_a_link_is_set_aside(folder: Path, tmp_path: Path) -> N
     put(store, CHAIN[1])
     store.close()
     assert (tmp_path / "index").read_bytes() == content
-    assert_sound(folder) if not (folder / BROKEN_INDEX).is_symlink() else (folder / BROKEN_INDEX).unlink()
+    (folder / BROKEN_INDEX).unlink()
     assert_sound(folder)
 
 
@@ -533,6 +551,22 @@ def test_what_cannot_be_a_folder_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CacheFileError):
         open_store(tmp_path / place)
+
+
+@pytest.mark.parametrize("name", ["../../victim", "../cache/victim", "victim", "", f"{SCOPE}/../../victim", "/victim"])
+def test_a_name_in_a_damaged_index_leads_nowhere(folder: Path, tmp_path: Path, name: str) -> None:
+    victims = [tmp_path / "victim", tmp_path.parent / "victim", folder / "victim"]
+    store = open_store(folder)
+    put(store, CHAIN[0])
+    for victim in victims:
+        victim.write_bytes(b"not yours")
+    change(folder, "UPDATE entries SET name = ?", name)
+    assert not get(store, CHAIN[0])
+    store.clear()
+    store.close()
+    disk_check.check(folder, repair=True)
+    for victim in victims:
+        victim.unlink()
 
 
 # ---- failures --------------------------------------------------------------------------------------------------
@@ -643,6 +677,21 @@ def test_a_file_that_cannot_be_removed_goes_on_counting(tmp_path: Path, folder: 
     store.close()
     assert disk_check.check(folder, repair=True).remaining == ()
     assert_sound(folder)
+
+
+def test_a_database_that_cannot_grow_is_an_error_and_no_more(folder: Path, store: DiskStore) -> None:
+    put(store, CHAIN[0])
+    index = store._folder._index
+    assert index is not None
+    (n_pages,) = index._connection.execute("PRAGMA page_count").fetchone()
+    index._connection.execute(f"PRAGMA max_page_count = {n_pages}")
+    odd = spans(range(4), namespace="n" * 20_000)[0]
+    with pytest.raises(CacheFileError, match="full"):
+        put(store, odd)
+    assert get(store, CHAIN[0])
+    assert bytes_on_disk(folder) == store.size_bytes
+    index._connection.execute("PRAGMA max_page_count = 1000000")
+    assert put(store, odd) == [True]
 
 
 def test_a_failing_read_is_an_error_of_the_system(
