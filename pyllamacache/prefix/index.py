@@ -179,10 +179,12 @@ class Match:
     parked_tokens: int
     """How much that is."""
     span_tokens: int
+    shared_ends: dict[int, int] = field(default_factory=dict)
+    """By start: how far the prompt agrees with a span of another branch."""
 
     def usable_end(self, span: Span) -> int:
-        """How far the prompt agrees with it."""
-        return min(span.position, self.n_tokens)
+        """How far the prompt agrees with it, one of `spans`."""
+        return min(span.position, self.shared_ends.get(span.start, self.n_tokens))
 
     def chain(self, held_tokens: int, upto: int) -> list[Span]:
         """Spans that, put after the first `held_tokens` of the prompt cut to their start, lead furthest below `upto`.
@@ -282,26 +284,22 @@ class PrefixIndex:
             for span in node.spans:
                 if span.start < at:
                     _keep_longer(spans, span, at)
-        self._add_overlapping(spans, path[-1], at)
-        parked = _furthest_parked(path, at)
-        return Match(
-            at,
-            tuple(checkpoints),
-            spans,
-            parked,
-            0 if parked is None else min(parked.position, at),
-            self.span_tokens,
-        )
+        shared_ends = self._add_overlapping(spans, path, at)
+        parked, parked_tokens = _furthest_parked(path, at)
+        return Match(at, tuple(checkpoints), spans, parked, parked_tokens, self.span_tokens, shared_ends)
 
-    def _add_overlapping(self, spans: dict[int, Span], node: _Node, at: int) -> None:
-        """The span in which the prompt leaves the tree may end in a branch that the prompt does not take."""
-        start = (at - 1) // self.span_tokens * self.span_tokens
-        held = spans.get(start)
-        if at == 0 or (held is not None and held.position >= at):
-            return
-        span = _span_from(node, start, start + self.span_tokens)
-        if span is not None:
-            spans[start] = span
+    def _add_overlapping(self, spans: dict[int, Span], path: list[_Node], at: int) -> dict[int, int]:
+        """The span in which the prompt leaves a branch may be there although the prompt's own is not."""
+        shared_ends: dict[int, int] = {}
+        for node in reversed(path):
+            end = min(node.end, at)
+            start = (end - 1) // self.span_tokens * self.span_tokens
+            held = spans.get(start)
+            if end and (held is None or min(held.position, shared_ends.get(start, at)) < end):
+                span = _span_from(node, start, start + self.span_tokens)
+                if span is not None:
+                    spans[start], shared_ends[start] = span, end
+        return shared_ends
 
     def path(self, namespace: str, ids: Ids) -> list[Checkpoint]:
         """Every checkpoint at a prefix of `ids`, the shallowest first."""
@@ -706,19 +704,23 @@ def _keep_longer(spans: dict[int, Span], span: Span, at: int) -> None:
         spans[span.start] = span
 
 
-def _furthest_parked(path: list[_Node], at: int) -> Parked | None:
-    node = path[-1]
-    if node.n_parked and any(each.position >= at for each in node.parked):
-        return next(each for each in node.parked if each.position >= at)
-    if node.n_parked > len(node.parked):
-        while True:
-            node = next(child for child in node.children.values() if child.n_parked)
-            if node.parked:
-                return node.parked[0]
+def _furthest_parked(path: list[_Node], at: int) -> tuple[Parked | None, int]:
+    """The one that holds most of what was walked, and how much: at most up to where it leaves the way."""
+    below: _Node | None = None
     for node in reversed(path):
+        end = min(node.end, at)
+        for each in reversed(node.parked):
+            if each.position >= end:
+                return each, end
+        if node.n_parked > len(node.parked) + (0 if below is None else below.n_parked):
+            branch = node
+            while branch is node or not branch.parked:
+                branch = next(each for each in branch.children.values() if each.n_parked and each is not below)
+            return branch.parked[0], end
         if node.parked:
-            return node.parked[-1]
-    return None
+            return node.parked[-1], node.parked[-1].position
+        below = node
+    return None, 0
 
 
 def _count_parked(node: _Node, change: int) -> None:

@@ -76,6 +76,29 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.remove(self.spans.pop(each))
         self.spans[key] = span
 
+    @rule(namespace=namespaces, ids=prefixes())
+    def add_spans(self, namespace: str, ids: Prefix) -> None:
+        added = self.index.add_spans(namespace, as_ids(ids), 1)
+        ends = range(SPAN, len(ids) + 1, SPAN)
+        missing = [(namespace, ids[:end]) for end in ends if (namespace, ids[:end]) not in self.spans]
+        assert [span.position for span in added] == [len(key[1]) for key in missing]
+        self.spans.update(zip(missing, added, strict=True))
+
+    @rule(at=indexes)
+    def cover(self, at: int) -> None:
+        """A checkpoint's last span is one that agrees with all of it, and each knows the other."""
+        for key, checkpoint in sorted(self.checkpoints.items())[at % 3 :: 3]:
+            over = [
+                self.spans[each]
+                for each in self.spans
+                if each[0] == key[0]
+                and each[1][: len(key[1])] == key[1]
+                and (len(each[1]) - 1) // SPAN == (len(key[1]) - 1) // SPAN
+            ]
+            found = self.index.span_over(checkpoint)
+            assert found in over if over else found is None
+            assert all(checkpoint in self.index.checkpoints_over(span) for span in over)
+
     @rule(namespace=namespaces, ids=prefixes(), seq_id=st.integers(0, 4))
     def park(self, namespace: str, ids: Prefix, seq_id: int) -> None:
         if seq_id in self.parked or not ids:
