@@ -2,10 +2,10 @@
 
 python -m bench.replay [--json] [--set NAME]
 
-One row per policy: states at the ends of prompts and LRU with 15 % of the budget for states; ours; without a limit. A
-token of KV costs one unit of the budget, a state as many as 4.7 blocks of 512 tokens. A request's hits are the prompt
-tokens that need no prefill, at most all but one. Of block traces only the input blocks are known; of texts the replies
-are, too. Texts are cut into words and marks of at most 4 characters, each a token.
+Rows: states at the ends of prompts and LRU, with 15 % of the budget for states; ours; both without a limit. A token of
+KV costs one unit of the budget, a state as many as 4.7 blocks of 512 tokens. A request's hits are the prompt tokens
+that need no prefill, at most all but one. Block traces show the input blocks only, texts the replies as well. Texts are
+cut into runs of at most 4 letters, digits or marks, each a token.
 """
 
 from __future__ import annotations
@@ -168,17 +168,19 @@ class Ours:
     def _store(self, turn: Turn, placed: list[tuple[int, CheckpointKind]], match: Match, chain: Sequence[Span]) -> None:
         whole = [each.position for each in chain if match.usable_end(each) == each.start + self.span_ids]
         end = self._store_spans(turn, placed[-1][0], whole[-1] if whole else 0, match)
+        positions = [each.position for each in match.checkpoints]
         for position, kind in placed:
+            above = max((each for each in positions if each <= position), default=0)
             if position > end:
                 break
-            path = self.index.path(turn.namespace, turn.ids[:position])
-            gap = position - (path[-1].position if path else 0)
+            gap = position - above
             if gap and self._make_room(STATE_TOKENS, Newcomer(gap, is_optional=kind.is_optional), n_states=1):
                 checkpoint = self.index.add_checkpoint(turn.namespace, turn.ids[:position], kind, STATE_TOKENS)
                 checkpoint.is_ready = True
                 checkpoint.last_used = self.now
                 self.used += STATE_TOKENS
                 self._lease(checkpoint)
+                positions.append(position)
 
     def _store_spans(self, turn: Turn, end: int, held: int, match: Match) -> int:
         """How far the cells of [0, end) are there then."""
@@ -293,17 +295,16 @@ def mooncake(kind: str) -> Trace:
 
 
 def coding_agent(file: str) -> Trace:
-    """Conversations one beside the other: each turn at its own time after the conversation's start."""
-    timed: list[tuple[float, int, Turn]] = []
-    conversations = read_lines(TRACES / "kv-cache-tester" / f"cc_traces_compact.{file}.jsonl.gz")
-    for number, conversation in enumerate(conversations):
+    """Conversations one after the other: one is live. Their ids are their own, so nothing is shared between them."""
+    turns: list[Turn] = []
+    for number, conversation in enumerate(
+        read_lines(TRACES / "kv-cache-tester" / f"cc_traces_compact.{file}.jsonl.gz")
+    ):
         header = conversation["tool_tokens"] + conversation["system_tokens"]
         for row in conversation["requests"]:
             ids = np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in row["h"]])
-            timed.append((row["t"], number, Turn(ids[: row["in"] // 64], row["in"], (header,), str(number))))
-    timed.sort(key=lambda each: each[:2])
-    turns = [turn for _, _, turn in timed]
-    return Trace(f"coding agent {file}", turns, 64, (), STATES_PER_CONVERSATION * len(conversations))
+            turns.append(Turn(ids[: row["in"] // 64], row["in"], (header,), str(number)))
+    return Trace(f"coding agent {file}", turns, 64, (), STATES_PER_CONVERSATION)
 
 
 _PIECE = re.compile(r"\w{1,4}|\s+|[^\w\s]{1,4}")

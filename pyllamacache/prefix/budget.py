@@ -6,7 +6,8 @@
     4. second class (periodic, rolling), unless it was of use
     5. the first class; in 3 to 5 by worth
 
-    worth   (tokens to prefill again / bytes given back) ** 2 * (1 + hits)
+    worth   (tokens to prefill again / bytes given back) ** 2 * use
+    use     1 + hits; of a checkpoint that others follow max(1/2, hits): it was the first of them that it was kept for
     key     worth + the key of the last one that went by worth before its latest use
 
 The smallest key goes next: what is not used stays where it is while the bar rises, so worth decides among what was used
@@ -112,6 +113,8 @@ class Retention:
             self._rate(mark)
             for child in mark.children:
                 self._enter(child)
+            if mark.parent is not None and mark.parent in self._valid:
+                self._enter(mark.parent)
             if self._needs_span:
                 self._seek_cover(mark)
         else:
@@ -202,9 +205,11 @@ class Retention:
         if isinstance(mark, Checkpoint):
             gap = mark.gap
             density = gap / max(1.0, mark.n_bytes + gap * self._kv_bytes_per_token * self._needs_span)
+            use = max(0.5, mark.hits) if mark.children else 1 + mark.hits
         else:
             density = mark.n_tokens / max(1, mark.n_bytes)
-        return self._base[mark] + density * density * (1 + mark.hits)
+            use = 1 + mark.hits
+        return self._base[mark] + density * density * use
 
     def _rate(self, mark: Stored) -> None:
         self._base[mark] = self._bar

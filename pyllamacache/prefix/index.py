@@ -343,11 +343,12 @@ class PrefixIndex:
     def add_checkpoint(self, namespace: str, ids: Ids, kind: CheckpointKind, n_bytes: int) -> Checkpoint:
         """A new checkpoint at the end of `ids`, of which a part is copied. Raises InternalError if there is one."""
         checkpoint = Checkpoint(namespace, len(ids), kind=kind, n_bytes=n_bytes)
-        path = self.path(namespace, ids)
-        parent = checkpoint.parent = path[-1] if path else None
+        nodes, at = self._walk(namespace, ids)
+        above = (each for node in reversed(nodes) for each in reversed(node.checkpoints) if each.position <= at)
+        parent = checkpoint.parent = next(above, None)
         if not checkpoint.gap:
             raise InternalError(f"a second checkpoint at position {checkpoint.position}")
-        node = checkpoint.node = self._node_at(namespace, ids)
+        node = checkpoint.node = self._node_at(namespace, ids, nodes, at)
         _insert(node.checkpoints, checkpoint)
         if node.children or node.checkpoints[-1] is not checkpoint:
             checkpoint.children = [each for each in self._topmost(checkpoint, parent) if _is_below(each, checkpoint)]
@@ -393,7 +394,7 @@ class PrefixIndex:
         if any(each.start == start and each.position == span.position for each in on_the_way):
             raise InternalError(f"a second span of [{start}, {span.position})")
         parent = next((each for each in on_the_way if each.position == start), None) if start else None
-        self._hang(span, self._node_at(namespace, ids), parent)
+        self._hang(span, self._node_at(namespace, ids, nodes, at), parent)
         return span, [each for each in on_the_way if each.start == start]
 
     def add_spans(self, namespace: str, ids: Ids, n_bytes: int) -> list[Span]:
@@ -408,7 +409,7 @@ class PrefixIndex:
         held = {each.position: each for node in nodes for each in node.spans if each.position <= at}
         if len(whole) in held and len(held) * self.span_tokens == len(whole):
             return []
-        node, added, parent = self._node_at(namespace, whole), [], None
+        node, added, parent = self._node_at(namespace, whole, nodes, at), [], None
         nodes = [node]
         while node.parent is not None:
             node = node.parent
@@ -454,7 +455,7 @@ class PrefixIndex:
         if seq_id in self._parked or not len(ids):
             raise InternalError(f"sequence {seq_id} parked twice, or empty")
         parked = self._parked[seq_id] = Parked(namespace, len(ids), seq_id=seq_id)
-        node = parked.node = self._node_at(namespace, ids)
+        node = parked.node = self._node_at(namespace, ids, *self._walk(namespace, ids))
         _insert(node.parked, parked)
         _count_parked(node, 1)
         return parked
@@ -469,7 +470,7 @@ class PrefixIndex:
         _count_parked(old, -1)
         parked.position = n_tokens
         if n_tokens:
-            node = parked.node = self._node_at(namespace, ids)
+            node = parked.node = self._node_at(namespace, ids, *self._walk(namespace, ids))
             _insert(node.parked, parked)
             _count_parked(node, 1)
         else:
@@ -525,9 +526,8 @@ class PrefixIndex:
 
     # ---- nodes -------------------------------------------------------------------------------------------------
 
-    def _node_at(self, namespace: str, ids: Ids) -> _Node:
-        """The node in which the position len(ids) lies, made where it is not there."""
-        path, at = self._walk(namespace, ids)
+    def _node_at(self, namespace: str, ids: Ids, path: list[_Node], at: int) -> _Node:
+        """The node in which the position len(ids) lies, made where it is not there; `path` and `at` from `_walk`."""
         if not path:
             path = [self._roots.setdefault(namespace, _Node(0, ids[:0].copy(), None))]
         node = path[-1]

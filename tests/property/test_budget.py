@@ -52,7 +52,8 @@ class Twin:
             density = mark.gap / (mark.n_bytes + kv)
         else:
             density = mark.n_tokens / mark.n_bytes
-        return self.base[mark] + density**2 * (1 + mark.hits)
+        is_followed = isinstance(mark, Checkpoint) and mark.children
+        return self.base[mark] + density * density * (max(0.5, mark.hits) if is_followed else 1 + mark.hits)
 
     def candidates(self, newcomer: Newcomer, now_s: float, needed: set[Span]) -> tuple[list[Stored], set[Eviction]]:
         """Those that may go next, as far as the rules say."""

@@ -179,7 +179,16 @@ def test_the_gap_of_a_state_ends_where_the_next_one_is() -> None:
     assert host.retention.victim(ANY) == (deep, Eviction.OUTVALUED)
     host.index.remove(near)
     assert deep.gap == 100
-    assert host.retention.victim(ANY) == (deep, Eviction.OUTVALUED)  # equal; the deepest
+    assert host.retention.victim(ANY) != (deep, Eviction.OUTVALUED)
+
+
+def test_one_that_others_follow_counts_half_until_it_was_of_use() -> None:
+    host = Host()
+    host.spans(200)
+    first, last = host.state(100), host.state(200)
+    assert host.retention.victim(ANY) == (first, Eviction.OUTVALUED)
+    first.hits = 2
+    assert host.retention.victim(ANY) == (last, Eviction.OUTVALUED)
 
 
 # ---- one kind only ---------------------------------------------------------------------------------------------------
