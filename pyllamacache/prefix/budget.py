@@ -90,9 +90,9 @@ class Retention:
         self._idle: list[tuple[int, int, int, Span]] = []
         """Spans that nothing needs: latest use, minus the position, a number."""
         self._uncovered: dict[Checkpoint, None] = {}
-        """Checkpoints without a span before them."""
+        """Checkpoints without a span that holds the last token before them."""
         self._cover: dict[Checkpoint, Span] = {}
-        """The span that holds the last token before it."""
+        """The span that does or, until it is there, the last one before."""
         self._covered: dict[Span, dict[Checkpoint, None]] = {}
         self._kv_bytes_per_token = 0.0
         index.watcher = self
@@ -121,9 +121,7 @@ class Retention:
             self._kv_bytes_per_token = mark.n_bytes / mark.n_tokens
             self._settle(mark)
             if self._uncovered:
-                for checkpoint in self._index.checkpoints_over(mark):
-                    if checkpoint in self._uncovered:
-                        self._seek_cover(checkpoint)
+                self._cover_with(mark)
         self._watch_expiry(mark)
 
     def removed(self, mark: Stored) -> None:
@@ -314,10 +312,30 @@ class Retention:
         span = self._index.span_over(checkpoint)
         if span is None:
             self._uncovered[checkpoint] = None
+            span = self._index.span_before(checkpoint)
+        else:
+            self._uncovered.pop(checkpoint, None)
+        former = self._cover.get(checkpoint)
+        if span is former:
             return
-        self._uncovered.pop(checkpoint, None)
-        self._cover[checkpoint] = span
-        self._covered.setdefault(span, {})[checkpoint] = None
+        if span is None:
+            self._cover.pop(checkpoint, None)
+        else:
+            self._cover[checkpoint] = span
+            self._covered.setdefault(span, {})[checkpoint] = None
+        if former is not None:
+            self._uncover(former, checkpoint)
+
+    def _cover_with(self, span: Span) -> None:
+        """A new one, which may be what checkpoints waited for, or one step on the way there."""
+        waiting = self._index.checkpoints_over(span)
+        if span.parent is not None:
+            waiting += self._covered.get(span.parent, ())
+        else:
+            waiting += (each for each in self._uncovered if each not in self._cover)
+        for checkpoint in waiting:
+            if checkpoint in self._uncovered:
+                self._seek_cover(checkpoint)
 
     def _uncover(self, span: Span, checkpoint: Checkpoint) -> None:
         covered = self._covered[span]

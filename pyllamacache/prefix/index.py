@@ -15,7 +15,7 @@ Slots are not in the tree: their content changes with every token, and there are
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -328,6 +328,16 @@ class PrefixIndex:
         if at < len(node.spans):
             return node.spans[at] if node.spans[at].start == start else None
         return _span_from(node, start, start + self.span_tokens)
+
+    def span_before(self, mark: Mark) -> Span | None:
+        """The last one on the way to where a mark is, which ends there or before."""
+        node: _Node | None = _of(mark)
+        while node is not None:
+            at = bisect_right(node.spans, mark.position, key=_by_position)
+            if at:
+                return node.spans[at - 1]
+            node = node.parent
+        return None
 
     def checkpoints_over(self, span: Span) -> list[Checkpoint]:
         """Those whose last token it holds."""

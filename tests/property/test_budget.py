@@ -113,6 +113,10 @@ class BudgetMachine(RuleBasedStateMachine):
             over = [span for span in self.index.spans if self.twin.covers(span, checkpoint)]
             if len(over) == 1:
                 found.add(over[0])
+            if not over:
+                prefix = tuple(checkpoint.ids().tolist())
+                before = [span for span in self.index.spans if tuple(span.ids().tolist()) == prefix[: span.position]]
+                found.update(sorted(before, key=lambda span: span.position)[-1:])
         return found
 
     def make_room(self, n_bytes: int, newcomer: Newcomer) -> bool:

@@ -121,6 +121,19 @@ def test_a_state_without_cells_goes_first_unless_the_device_has_them() -> None:
     assert host.retention.victim(ANY)[0] is not bare  # type: ignore[index]
 
 
+def test_spans_on_their_way_to_a_state_that_the_device_can_resume_are_kept() -> None:
+    host = Host()
+    state = host.state(30)
+    held = Holdings({SlotId(0): [state]}, frozenset({SlotId(0)}), needs_span=True)
+    state.n_users = 1
+    for end in (10, 20, 30):
+        host.spans(end)
+        assert host.retention.victim(ANY, holdings=held) is None
+    state.n_users = 0
+    host.index.remove(state)
+    assert host.drain() == [(30, "stranded"), (20, "stranded"), (10, "stranded")]
+
+
 def test_removing_a_span_out_of_turn_strands_what_needs_it() -> None:
     host = Host()
     spans = host.spans(30)
