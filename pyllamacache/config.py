@@ -136,7 +136,7 @@ class CacheBudget:
     checkpoint_bytes: int
     """For checkpoints, within `host_bytes`."""
     host_bytes: int
-    """The whole pool of host memory: checkpoints, captures in flight, staging."""
+    """The whole pool of host memory: checkpoints, spans, captures in flight, staging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +153,27 @@ class CacheConfig:
     """Bytes of states; None: `max_checkpoints` of them, however large. Never more than `host_bytes`."""
     host_bytes: int | str | None = None
     """Host memory for everything; None: the smaller of 8 GiB and a quarter of what the process may use."""
+    disk_dir: str | os.PathLike[str] | None = None
+    """A folder in which prefixes outlive the process; None: there is none. Made if it is not there; processes may share
+    it. What it holds tells what a transcript tells."""
+    disk_bytes: int | str = "20GiB"
+    """Files in that folder, of all processes and models together."""
 
     def __post_init__(self) -> None:
         checked = _check_int("max_checkpoints", self.max_checkpoints, 0)
         object.__setattr__(self, "max_checkpoints", checked)
-        for field in ("checkpoint_bytes", "host_bytes"):
+        if self.disk_dir is not None:
+            if not isinstance(self.disk_dir, (str, os.PathLike)) or not os.fspath(self.disk_dir):
+                raise ConfigError("disk_dir", self.disk_dir, "the path of a folder, or None")
+            object.__setattr__(self, "disk_dir", os.fspath(self.disk_dir))
+        for field in ("checkpoint_bytes", "host_bytes", "disk_bytes"):
             value = getattr(self, field)
             if value is not None:  # words become numbers, so that equal limits are equal
                 object.__setattr__(self, field, _check_bytes(field, value))
+
+    def resolve_disk(self) -> int:
+        """`disk_bytes` as a number."""
+        return _check_bytes("disk_bytes", self.disk_bytes)
 
     def resolve(self, machine_bytes: int) -> CacheBudget:
         """The limits in numbers. `machine_bytes` is what the process may use (`store.machine`), 0: unknown."""

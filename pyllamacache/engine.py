@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import time
 import weakref
@@ -21,6 +23,7 @@ from .native.library import info as library_info
 from .observe.metrics import Metrics
 from .observe.progress import is_wanted
 from .request import RequestId, SlotId
+from .scheduler.disk import DiskTier
 from .scheduler.handle import ChunkStream, Handle
 from .scheduler.inbox import Outbox, Submission
 from .scheduler.loop import Scheduler
@@ -28,6 +31,7 @@ from .scheduler.slot_files import idle_slot, kind_of, put_checkpoints, put_state
 from .scheduler.state import SchedulerState
 from .slot import Slot
 from .store import slotfile
+from .store.disk import DiskStore
 from .store.host import HostPool
 from .store.machine import memory_bytes
 from .text.options import RequestOptions, build_request
@@ -79,6 +83,7 @@ class Engine:
         progress: a progress bar for prefills longer than two seconds; None: on a terminal or in a notebook.
     Raises:
         ConfigError, ContextTooLargeError, ModelUnsupportedError, ClosedError.
+        CacheFileError, CacheMismatchError: the folder of the disk cache cannot be used.
     """
 
     def __init__(
@@ -156,9 +161,23 @@ class Engine:
         self._scheduler = Scheduler(self._state, self._what)
         if self._settings.adapters:
             self._layout = self._read_layout()  # now: the files may be replaced later
+        if cache is not None and cache.disk_dir is not None:
+            self._open_disk(cache)
         self._scheduler.start()
         self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._pid)
         model._engines.add(self)
+
+    def _open_disk(self, cache: CacheConfig) -> None:
+        """Before the scheduler starts: what is stored is there for the first request."""
+        layout = self.layout.to_dict()
+        facts = {"fingerprint": self._model.fingerprint, **{name: str(value) for name, value in layout.items()}}
+        scope = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        assert cache.disk_dir is not None
+        store = DiskStore(cache.disk_dir, limit_bytes=cache.resolve_disk(), scope=scope, facts=facts)
+        tier = DiskTier(
+            store, kind_of=kind_of, wall_clock=time.time, clock=time.monotonic, wake=self._scheduler.inbox.wake
+        )
+        self._state.attach_disk(tier)
 
     # -- requests --
 

@@ -40,6 +40,10 @@ class Source(str, Enum):
     """The slot that ran the request already held it."""
     SHARED = "shared"
     """Another slot, idle or busy, held it; its cells are now held by both."""
+    HOST = "host"
+    """Stored KV cells were put back from host memory, behind those of the slot or of another one, if any."""
+    DISK = "disk"
+    """The same, and some of them came from disk, or the state did."""
     CHECKPOINT = "checkpoint"
     """A stored state was put back, beside the KV cells of the slot or of another one where the model has such."""
 

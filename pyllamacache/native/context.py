@@ -151,9 +151,7 @@ class NativeContext:
             n_ubatch=n_ubatch,
             n_vocab=self._model.n_vocab,
             eog_ids=self._model.eog_ids,
-            n_parked=0
-            if params.exact or not kinds[kind].can_park
-            else min(MAX_PARKED, MAX_SLOTS + 1 - params.n_slots),
+            n_parked=0 if params.exact or not kinds[kind].can_park else min(MAX_PARKED, MAX_SLOTS + 1 - params.n_slots),
         )
 
     @property

@@ -181,6 +181,8 @@ class Match:
     span_tokens: int
     shared_ends: dict[int, int] = field(default_factory=dict)
     """By start: how far the prompt agrees with a span of another branch."""
+    is_end: bool = False
+    """Nothing goes on where the prompt leaves the tree."""
 
     def usable_end(self, span: Span) -> int:
         """How far the prompt agrees with it, one of `spans`."""
@@ -286,7 +288,8 @@ class PrefixIndex:
                     _keep_longer(spans, span, at)
         shared_ends = self._add_overlapping(spans, path, at)
         parked, parked_tokens = _furthest_parked(path, at)
-        return Match(at, tuple(checkpoints), spans, parked, parked_tokens, self.span_tokens, shared_ends)
+        is_end = at == path[-1].end and not path[-1].children
+        return Match(at, tuple(checkpoints), spans, parked, parked_tokens, self.span_tokens, shared_ends, is_end)
 
     def _add_overlapping(self, spans: dict[int, Span], path: list[_Node], at: int) -> dict[int, int]:
         """The span in which the prompt leaves a branch may be there although the prompt's own is not."""
@@ -305,6 +308,15 @@ class PrefixIndex:
         """Every checkpoint at a prefix of `ids`, the shallowest first."""
         nodes, at = self._walk(namespace, ids)
         return [each for node in nodes for each in node.checkpoints if each.position <= at]
+
+    def path_to(self, mark: Mark) -> list[Checkpoint]:
+        """Every checkpoint on the way to where a mark is, the shallowest first."""
+        nodes = []
+        node: _Node | None = _of(mark)
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return [each for node in reversed(nodes) for each in node.checkpoints if each.position <= mark.position]
 
     def is_parked(self, namespace: str, ids: Ids) -> bool:
         """Whether a parked sequence holds all of `ids`, or more."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cmp_to_key
 from heapq import nlargest
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import InternalError
 from ..request import Reason, Source
@@ -76,6 +76,19 @@ class Rules:
     """What a slot holds and the prompt does not go on with is parked before the slot is used: nothing is lost."""
 
 
+class Stored(Protocol):
+    """What memory and disk have of a prompt's KV cells."""
+
+    @property
+    def is_end(self) -> bool:
+        """Nothing that is stored goes on where the prompt leaves what is known."""
+        ...
+
+    def reach(self, held_tokens: int) -> int:
+        """How far cells get, at least `held_tokens`, when what is stored is put behind those that are held."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """No slot can take the request now: the one asked for is busy, or (None) all are."""
@@ -88,13 +101,16 @@ class Plan:
     """Run in `slot_id`, resume at `resume_tokens`; what the slot holds beyond that goes first.
 
     SLOT: cut it to `resume_tokens`. SHARED: erase it, then take [0, resume_tokens) of `donor_id`. CHECKPOINT: as one of
-    these, and put the state back. NONE: erase it.
+    these, and put the state back. HOST: as one of these for the first `held_tokens`, then put back cells that are
+    stored, and the state where there is one. NONE: erase it.
     """
 
     slot_id: SlotId
     source: Source
     donor_id: SlotId | None
     resume_tokens: int
+    held_tokens: int
+    """How many of these are on the device, in the slot or in the donor."""
     matched_tokens: int
     """Longest common prefix with anything held in the namespace, whether or not it could be resumed."""
     reason: Reason
@@ -116,6 +132,8 @@ class _Holding:
     """Where it can resume in this slot."""
     shared: int
     """Where it can resume in another slot that takes this one's cells."""
+    held: int
+    """Tokens of the prompt that it holds cells of, and could resume at as far as those go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +147,22 @@ class _Candidate:
     """Leading tokens of its own content that the slot holds when the prompt is in."""
     lost: int
 
-    def cost(self, must_spare: bool) -> tuple[int, int, int, int, int]:
+    @property
+    def held(self) -> int:
+        return min(self.resume, (self.donor or self.slot).held)
+
+    def cost(self, must_spare: bool) -> tuple[int, int, int, int, int, int]:
         view = self.slot.view
         destroyed = self.lost if must_spare else 0
         extends = self.donor is None and 0 < self.kept == len(view.ids)
         rank = 0 if extends else 1 if len(view.ids) == 0 else 2
-        return (destroyed, self.lost - self.resume, rank, view.last_used, view.slot_id)
+        return (destroyed, self.lost - self.resume, self.resume - self.held, rank, view.last_used, view.slot_id)
 
     def source(self, rules: Rules) -> Source:
         if self.resume == 0:
             return Source.NONE
+        if rules.has_cells and self.held < self.resume:
+            return Source.HOST
         if self.donor is not None:
             return Source.CHECKPOINT if rules.has_state else Source.SHARED
         return Source.SLOT if self.resume == self.slot.direct else Source.CHECKPOINT
@@ -151,6 +175,7 @@ def plan(
     rules: Rules,
     namespace: str,
     checkpoints: Sequence[int] = (),
+    stored: Stored | None = None,
     slot_id: SlotId | None = None,
     cache_prompt: bool = True,
     store: bool = True,
@@ -172,8 +197,8 @@ def plan(
     if all(view.is_busy for view in asked):
         return Wait(slot_id)
     if not cache_prompt:
-        checkpoints = ()
-    holdings = [_compare(ids, view, rules, namespace, cache_prompt, checkpoints) for view in slots]
+        checkpoints, stored = (), None
+    holdings = [_compare(ids, view, rules, namespace, cache_prompt, checkpoints, stored) for view in slots]
     idle = [
         each
         for each in holdings
@@ -181,14 +206,18 @@ def plan(
     ]
     chosen = _choose(idle, holdings, rules, store)
     matched = max(each.matched for each in holdings)
+    if stored is not None:
+        matched = max(matched, *(stored.reach(each.matched) for each in holdings))
     if not rules.has_cells and checkpoints:
         matched = max(matched, checkpoints[-1])
-    reason, position = _explain(len(ids), chosen, holdings, matched, rules, slot_id is not None, cache_prompt)
+    is_end = stored is not None and stored.is_end
+    reason, position = _explain(len(ids), chosen, holdings, matched, rules, slot_id is not None, cache_prompt, is_end)
     return Plan(
         slot_id=chosen.slot.view.slot_id,
         source=chosen.source(rules),
         donor_id=chosen.donor.view.slot_id if chosen.donor else None,
         resume_tokens=chosen.resume,
+        held_tokens=chosen.held,
         matched_tokens=matched,
         reason=reason,
         position=position,
@@ -197,19 +226,30 @@ def plan(
 
 
 def _compare(
-    ids: Ids, view: SlotView, rules: Rules, namespace: str, cache_prompt: bool, checkpoints: Sequence[int]
+    ids: Ids,
+    view: SlotView,
+    rules: Rules,
+    namespace: str,
+    cache_prompt: bool,
+    checkpoints: Sequence[int],
+    stored: Stored | None,
 ) -> _Holding:
     is_ours = view.namespace == namespace and len(view.ids) > 0
     matched = common_prefix_len(ids, view.ids) if is_ours else 0
     if not cache_prompt:
-        return _Holding(view, matched, 0, 0, 0)
-    on_grid = min(matched, len(ids) - 1, view.exact_tokens) // rules.grid * rules.grid
+        return _Holding(view, matched, 0, 0, 0, 0)
+    held = min(matched, view.exact_tokens)
+    on_grid = min(held, len(ids) - 1) // rules.grid * rules.grid
+    reach = on_grid
+    if stored is not None:
+        reach = min(stored.reach(held), len(ids) - 1) // rules.grid * rules.grid
     direct = on_grid if matched and not view.is_parked and _can_cut(view, on_grid) else 0
     if not rules.has_state:
-        return _Holding(view, matched, direct, direct, on_grid if rules.can_share else 0)
-    upto = on_grid if rules.has_cells else len(ids) - 1
+        own = reach if reach > on_grid else direct
+        return _Holding(view, matched, direct, own, reach if rules.can_share else 0, held)
+    upto = reach if rules.has_cells else len(ids) - 1
     deepest = max((position for position in checkpoints if position <= upto), default=0)
-    return _Holding(view, matched, direct, max(direct, deepest), deepest if rules.can_share else 0)
+    return _Holding(view, matched, direct, max(direct, deepest), deepest if rules.can_share else 0, held)
 
 
 def _can_cut(view: SlotView, n_tokens: int) -> bool:
@@ -226,7 +266,7 @@ def _forgets(view: SlotView) -> bool:
 
 def _choose(idle: Sequence[_Holding], holdings: Sequence[_Holding], rules: Rules, store: bool) -> _Candidate:
     must_spare = not store and (rules.has_state or not rules.can_share)
-    donors = nlargest(2, holdings, key=lambda each: each.shared)
+    donors = nlargest(2, holdings, key=lambda each: (each.shared, each.held))
     candidates = [_best_of(each, donors, must_spare, store) for each in idle]
     if rules.can_park and store:
         candidates = [replace(each, lost=0) for each in candidates]
@@ -242,7 +282,7 @@ def _choose(idle: Sequence[_Holding], holdings: Sequence[_Holding], rules: Rules
 def _best_of(slot: _Holding, donors: Sequence[_Holding], must_spare: bool, store: bool) -> _Candidate:
     """The furthest a slot can resume, on its own content if that is no worse. The best two donors are enough."""
     donor = next((each for each in donors if each is not slot), None)
-    if donor is None or donor.shared <= slot.own:
+    if donor is None or (donor.shared, min(donor.held, donor.shared)) <= (slot.own, min(slot.held, slot.own)):
         donor = None
     resume = slot.own if donor is None else donor.shared
     if store:
@@ -303,6 +343,7 @@ def _explain(
     rules: Rules,
     is_asked: bool,
     cache_prompt: bool,
+    is_end: bool,
 ) -> tuple[Reason, int]:
     """The table in the module's docstring, line by line."""
     if not cache_prompt:
@@ -312,7 +353,8 @@ def _explain(
     furthest = min(matched, n_tokens - 1)
     holders = [each for each in holdings if each.matched == matched]
     if chosen.resume == furthest:
-        ends = matched == n_tokens or not holders or any(len(each.view.ids) == matched for each in holders)
+        ends = matched == n_tokens or is_end or not (rules.has_cells or holders)
+        ends = ends or any(len(each.view.ids) == matched for each in holders)
         return Reason.HIT if ends else Reason.DIVERGED, furthest
     if rules.has_state:
         return _explain_state(chosen, holders, furthest, rules, is_asked)

@@ -15,6 +15,7 @@ class Rates:
 
     def __init__(self) -> None:
         self._prefill: deque[float] = deque(maxlen=_SAMPLES)
+        self._load_s_per_byte: dict[str, deque[float]] = {}
         self._capture_s_per_byte = float("inf")
         self._restore_s_per_byte = float("inf")
 
@@ -29,6 +30,21 @@ class Rates:
 
     def restored(self, n_bytes: int, seconds: float) -> None:
         self._restore_s_per_byte = min(self._restore_s_per_byte, seconds / n_bytes)
+
+    def loaded(self, tier: str, n_bytes: int, seconds: float) -> None:
+        """Cells or a state were brought to where they can be put back, and put back."""
+        if n_bytes:
+            self._load_s_per_byte.setdefault(tier, deque(maxlen=_SAMPLES)).append(seconds / n_bytes)
+
+    def load_s(self, tier: str, n_bytes: int) -> float:
+        """What moving that much will take; 0 while nothing is known: the first attempt finds out."""
+        samples = self._load_s_per_byte.get(tier)
+        return median(samples) * n_bytes if samples else 0.0
+
+    def is_worth_loading(self, tier: str, n_bytes: int, n_tokens: int) -> bool:
+        """Whether it takes less time than computing what it saves."""
+        per_token = self.prefill_s_per_token
+        return per_token is None or self.load_s(tier, n_bytes) < n_tokens * per_token
 
     @property
     def prefill_s_per_token(self) -> float | None:

@@ -91,7 +91,7 @@ def choose_victim(
         is_optional: the newcomer is of the second class.
         gap: tokens between the newcomer and its nearest ancestor.
     """
-    free = [node for node in nodes if not node.n_users and node.is_ready]
+    free = [node for node in nodes if node.is_free and node.is_ready]
     if holdings.needs_span:
         resident = holdings.resident()
         stranded = [node for node in free if id(node) not in resident]

@@ -15,12 +15,14 @@ from ..errors import GrammarError, NativeError, RequestTimeoutError
 from ..prefix.plan import Plan, Wait, plan
 from ..request import CacheReport, Chunk, Completion, Reason, Source, Timings, Usage
 from ..text.decode import TextStream
+from . import restore
 from .await_prefix import must_await
 from .jobs import Job
-from .placing import plan_captures
 from .slots import TokenBuffer
+from .spans import reusable
 
 if TYPE_CHECKING:
+    from ..prefix.stored import StoredPrefix
     from ..request import Request
     from .inbox import Submission
     from .state import SchedulerState
@@ -75,7 +77,7 @@ def admit(state: SchedulerState) -> None:
     try:
         while state.queue:
             submission = state.queue[0]
-            chosen = _choose(state, submission.request)
+            chosen, stored = choose(state, submission.request)
             if isinstance(chosen, Plan):
                 if must_await(state, submission.request, chosen):
                     n_awaiting += 1
@@ -83,7 +85,7 @@ def admit(state: SchedulerState) -> None:
                     continue
                 if n_awaiting >= state.n_idle or not _fits(state, submission.request, chosen):
                     break  # a slot is kept for each of those that wait for a prefix
-                _start(state, submission, chosen)
+                _start(state, submission, chosen, stored)
                 state.queue.popleft()  # not before: whatever goes wrong, the request is where its end is told
             elif chosen.slot_id is not None:
                 waiting.append(state.queue.popleft())
@@ -94,24 +96,26 @@ def admit(state: SchedulerState) -> None:
     state.refused_at = (state.n_changes, len(state.queue))
 
 
-def _choose(state: SchedulerState, request: Request) -> Plan | Wait:
+def choose(state: SchedulerState, request: Request) -> tuple[Plan | Wait, StoredPrefix]:
+    """What the request would reuse now, and what is stored of it. Effects: none."""
     ids, namespace = request.prompt.ids, request.namespace
-    on_the_way = state.checkpoints.path(namespace, ids[:-1])
+    stored = state.stored(namespace, ids)
     chosen = plan(
         ids,
-        state.views(namespace, ids),
+        state.views(stored.matches[0]),
         rules=state.rules,
         namespace=namespace,
-        checkpoints=[node.position for node in on_the_way],
+        checkpoints=sorted(stored.checkpoints()),
+        stored=stored if state.spans.is_on else None,
         slot_id=request.slot,
         cache_prompt=request.cache_prompt,
         store=request.store,
     )
     if isinstance(chosen, Plan) and chosen.reason is Reason.NO_CHECKPOINT:
-        evicted = state.checkpoints.index.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position)
+        evicted = state.index.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position)
         if evicted:
-            return replace(chosen, reason=Reason.EVICTED, position=evicted)
-    return chosen
+            chosen = replace(chosen, reason=Reason.EVICTED, position=evicted)
+    return chosen, stored
 
 
 def _fits(state: SchedulerState, request: Request, chosen: Plan) -> bool:
@@ -119,12 +123,15 @@ def _fits(state: SchedulerState, request: Request, chosen: Plan) -> bool:
     if not state.counts_cells or not state.running:
         return True
     ledger = state.ledger.copy()
+    kept = chosen.resume_tokens
+    if chosen.source is Source.HOST:  # what is put back gets cells of its own
+        kept = chosen.held_tokens // state.index.span_tokens * state.index.span_tokens
     if chosen.donor_id is None and chosen.source is not Source.NONE:
-        ledger.trim(chosen.slot_id, chosen.resume_tokens)
+        ledger.trim(chosen.slot_id, min(kept, ledger.length(chosen.slot_id)))
     else:
         ledger.erase(chosen.slot_id)
         if chosen.donor_id is not None:
-            ledger.share(chosen.donor_id, chosen.slot_id, chosen.resume_tokens)
+            ledger.share(chosen.donor_id, chosen.slot_id, kept)
     lengths = {job.slot.slot_id: job.total_tokens for job in state.running}
     lengths[chosen.slot_id] = len(request.prompt) + request.max_tokens
     return ledger.used_if(lengths) <= state.traits.kv_tokens
@@ -140,7 +147,7 @@ def prefill_target(state: SchedulerState, request: Request) -> int:
     return n - 1
 
 
-def _start(state: SchedulerState, submission: Submission, chosen: Plan) -> None:
+def _start(state: SchedulerState, submission: Submission, chosen: Plan, stored: StoredPrefix) -> None:
     request, outbox = submission.request, submission.outbox
     sampler = None
     if request.generate and request.max_tokens > 0:
@@ -170,21 +177,24 @@ def _start(state: SchedulerState, submission: Submission, chosen: Plan) -> None:
     state.checkpoints.now = state.n_admitted
     state.touch(slot)
     state.running.append(job)
-    _restore(state, job)
+    job.restore_started_s = state.clock()
+    _restore(state, job, stored)
     slot.namespace = request.namespace
-    plan_captures(state, job)
-    job.prefill_started_s = state.clock()
+    if job.restore is None:
+        restore.finish(state, job)
 
 
-def _restore(state: SchedulerState, job: Job) -> None:
-    """Bring the slot to the planned resume position. A native refusal costs the reuse, not the request."""
+def _restore(state: SchedulerState, job: Job, stored: StoredPrefix) -> None:
+    """Bring the slot to the planned resume position, or begin to. A refusal costs the reuse, not the request."""
     chosen, slot = job.plan, job.slot
     job.source, job.reason, job.position = chosen.source, chosen.reason, chosen.position
-    started_s = state.clock()
+    leased = restore.lease(state, job, stored)
     with state.lease(chosen.donor_id):
         _park(state, job)
         try:
-            if chosen.source is Source.SHARED and chosen.donor_id is not None:
+            if leased is not None:
+                restore.begin(state, job, leased)
+            elif chosen.source is Source.SHARED and chosen.donor_id is not None:
                 state.share(chosen.donor_id, slot, job.request.prompt.ids[: chosen.resume_tokens])
             elif chosen.source is Source.SLOT:
                 if chosen.resume_tokens < len(slot) and not state.trim(slot, chosen.resume_tokens):
@@ -194,19 +204,22 @@ def _restore(state: SchedulerState, job: Job) -> None:
             elif len(slot):
                 state.erase(slot)
         except NativeError:
+            restore.abandon(state, job)
             state.erase(slot)
             job.source, job.reason, job.position = Source.NONE, Reason.LOST, 0
-    job.resumed_tokens = len(slot)
-    job.restored_s = state.clock() - started_s
-    job.outbox.prefilled_tokens = len(slot)
 
 
 def _park(state: SchedulerState, job: Job) -> None:
     """Keep what the slot holds and this request does not go on with, or will not leave there."""
     slot, chosen = job.slot, job.plan
     goes_on = chosen.source is Source.SLOT and chosen.resume_tokens == len(slot)
-    if not goes_on or not (job.request.store or state.memory.is_shareable):
+    if goes_on and (job.request.store or state.memory.is_shareable):
+        return
+    if state.parking.is_on:
         state.parking.park(slot)
+    elif len(slot):
+        kept = chosen.resume_tokens if chosen.source is Source.SLOT else 0
+        state.spans.save_tail(slot.slot_id, slot, reusable(state, slot), kept)
 
 
 def _resume_checkpoint(state: SchedulerState, job: Job) -> None:

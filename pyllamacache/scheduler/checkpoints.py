@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import NativeError
 from ..observe.metrics import CheckpointCounts
+from ..prefix.budget import Newcomer
 from ..prefix.index import Checkpoint, PrefixIndex
 from ..prefix.rates import Rates
 from ..prefix.retention import Eviction, Holdings, choose_victim
@@ -24,8 +25,9 @@ from ..request import CheckpointKind
 if TYPE_CHECKING:
     from ..config import CacheBudget
     from ..request import CaptureMode, Ids, SlotId
-    from ..store.host import Block, HostPool
+    from ..store.host import Block
     from .backend import Backend, Capture
+    from .room import Room
     from .slots import SlotState
 
 
@@ -54,14 +56,17 @@ class Checkpoints:
         self,
         backend: Backend,
         slots: Sequence[SlotState],
-        pool: HostPool,
+        room: Room,
         budget: CacheBudget,
         clock: Callable[[], float],
         index: PrefixIndex,
     ) -> None:
         self._backend = backend
         self._slots = slots
-        self._pool = pool
+        self._room = room
+        self._pool = room.pool
+        self.on_ready: Callable[[Checkpoint], None] | None = None
+        """Is told of those whose bytes have just become whole."""
         self._clock = clock
         self._blocks: dict[Checkpoint, Block] = {}
         self._pending: list[Block] = []
@@ -126,7 +131,7 @@ class Checkpoints:
         return self.rates.min_gap_tokens(self._state_bytes) if self._state_bytes else 0
 
     def has(self, node: Checkpoint) -> bool:
-        """Whether it has not been given up."""
+        """Whether its bytes are in host memory, or on the way there, and it has not been given up."""
         return node in self._blocks
 
     def age_s(self, node: Checkpoint) -> float:
@@ -250,8 +255,13 @@ class Checkpoints:
             return path[-1] if is_there else None
         self._pending.remove(block)
         node = self._add(namespace, ids, kind, block)
-        node.is_ready = True
+        self._has_become_ready(node)
         return node
+
+    def _has_become_ready(self, node: Checkpoint) -> None:
+        node.is_ready = True
+        if self.on_ready is not None:
+            self.on_ready(node)
 
     def _add(self, namespace: str, ids: Ids, kind: CheckpointKind, block: Block) -> Checkpoint:
         node = self.index.add_checkpoint(namespace, ids, kind, len(block.data))
@@ -328,6 +338,7 @@ class Checkpoints:
         position: int,
         taker: SlotId | None = None,
     ) -> Block | None:
+        """The count and the bytes of checkpoints are theirs alone; the pool they share with spans."""
         if n_bytes > min(self.budget.checkpoint_bytes, self._pool.limit_bytes):
             self._refuse("larger_than_budget")
             return None
@@ -335,10 +346,13 @@ class Checkpoints:
         holdings = None
         while True:
             if self._has_budget_for(n_bytes):
-                block = self._pool.allocate(n_bytes)
-                if block is not None:
-                    return block
-            holdings = holdings or self._holdings()
+                priority = 0 if taker is None else self._slots[taker].priority
+                newcomer = Newcomer(gap, kind.is_optional, priority, path, taker)
+                block = self._room.allocate(n_bytes, newcomer)
+                if block is None:
+                    self._refuse("no_room")
+                return block
+            holdings = holdings or self.holdings()
             victim = choose_victim(
                 self._blocks,
                 holdings,
@@ -356,9 +370,12 @@ class Checkpoints:
             if node in path:
                 path.remove(node)
 
-    def _holdings(self) -> Holdings:
+    def holdings(self) -> Holdings:
+        """What the device has, in slots and parked."""
+        paths = {slot.slot_id: self.index.path(slot.namespace, slot.tokens.ids) for slot in self._slots if len(slot)}
+        paths.update((each.seq_id, self.index.path_to(each)) for each in self.index.parked)
         return Holdings(
-            {slot.slot_id: self.index.path(slot.namespace, slot.tokens.ids) for slot in self._slots if len(slot)},
+            paths,
             frozenset(slot.slot_id for slot in self._slots if slot.is_busy),
             needs_span=self._backend.traits.memory.has_cells,
         )
@@ -383,8 +400,8 @@ class Checkpoints:
         self._in_flight.remove(each)
         self.has_changed = True
         if each.capture.finish():
-            each.node.is_ready = True
             self._taken[each.node.kind.value] += 1
+            self._has_become_ready(each.node)
         else:
             self._refuse("failed")
             self._remove(each.node)
@@ -434,8 +451,14 @@ class Checkpoints:
             raise
         self.rates.restored(node.n_bytes, self._clock() - started_s)
         node.hits += 1
+        self._room.retention.used(node)
         self._n_restored += 1
         self.has_changed = True
+
+    def clear_expired(self, now_s: float) -> None:
+        for node in [node for node in self._blocks if node.expires_s is not None and node.expires_s <= now_s]:
+            if node.is_free:
+                self.drop(node, Eviction.EXPIRED)
 
     def data(self, node: Checkpoint) -> Block:
         """Where its bytes are; the block stays the checkpoint's."""
@@ -453,14 +476,11 @@ class Checkpoints:
         self.budget = budget
         self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
         over = self._pool.set_limit(budget.host_bytes)
-        while len(self._blocks):
-            is_over = len(self._blocks) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes
-            if not is_over and over <= 0:
-                break
-            victim = choose_victim(self._blocks, self._holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
-            if victim is None and not is_over:
-                break  # what is left is being read or written; its memory comes back when that ends
+        while len(self._blocks) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes:
+            victim = choose_victim(self._blocks, self.holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
             self.drop(victim[0] if victim else next(iter(self._blocks)), Eviction.CLEARED)
+            over = self._pool.set_limit(budget.host_bytes)
+        while over > 0 and self._room.give_up_one():
             over = self._pool.set_limit(budget.host_bytes)
         self._pool.set_limit(self._pool.used_bytes)  # what is idle goes back to the system now
         self._pool.set_limit(budget.host_bytes)

@@ -69,7 +69,7 @@ def compose(jobs: Sequence[Job], traits: Traits) -> Batch:
     decoding: list[Job] = []
     filling: list[Job] = []
     for job in jobs:
-        if not (job.is_waiting or job.slot.is_held):
+        if not (job.is_waiting or job.slot.is_held or job.restore is not None):
             (decoding if job.is_decoding else filling).append(job)
 
     if not filling and not traits.exact and not any(job.n_failures for job in decoding):

@@ -231,6 +231,10 @@ class Inbox:
         """Whether `take` would return something; cheap enough for every step."""
         return self._stopping or not self._items.empty()
 
+    def wake(self) -> None:
+        """Have `take` return, though nothing has come. Thread: any."""
+        self._items.put(None)
+
     def take(self, *, wait: bool) -> Iterator[Submission | Call]:
         """Everything that has come, or, with `wait`, at least one item unless the loop is to stop. Scheduler thread.
 

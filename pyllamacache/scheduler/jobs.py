@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..text.decode import TextStream
     from .backend import Sampler
     from .inbox import Outbox
+    from .restore import Restore
 
 
 @dataclass(slots=True)
@@ -40,7 +41,11 @@ class Job:
     deadline_s: float | None
     prefill_target: int
     """Prompt tokens to feed: all of them, or fewer for a warm-up on memory that cannot be rewound."""
+    restore: Restore | None = None
+    """What is still being put back into its slot, which is not fed until then."""
+    restore_started_s: float = 0.0
     restored_s: float = 0.0
+    restored_bytes: int = 0
     prefill_started_s: float = 0.0
     first_token_s: float = 0.0
     source: Source = Source.NONE

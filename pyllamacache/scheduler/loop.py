@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from ..errors import ClosedError, InternalError, PyLlamaCacheError
 from .admit import admit
+from .behind import store_when_idle
 from .inbox import Call, Inbox
 from .publish import end_overdue
+from .restore import abandon
 from .step import run_step
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ def _loop(state: SchedulerState, inbox: Inbox) -> None:
             state.report_checkpoints()
             state.metrics.load(*load, state.used_cells)
         if is_idle or inbox.has_items:
-            _take(state, inbox, wait=is_idle)
+            has_more = is_idle and not inbox.has_items and store_when_idle(state)
+            _take(state, inbox, wait=is_idle and not has_more)
         if inbox.is_stopping:
             return
         end_overdue(state)
@@ -83,6 +86,22 @@ def _loop(state: SchedulerState, inbox: Inbox) -> None:
             if load != (load := (len(state.queue), len(state.running))):
                 state.metrics.load(*load, state.used_cells)
             run_step(state)
+
+
+def _store_everything(state: SchedulerState) -> None:
+    """What is idle outlives the engine where there is a disk for it."""
+    disk = state.disk
+    if disk is None:
+        return
+    try:
+        for job in state.running:
+            abandon(state, job)
+            job.slot.job = None
+        while state.spans.save_some(1 << 20):
+            disk.settle()  # which makes room in host memory for the next
+        disk.close()
+    except Exception as problem:  # noqa: BLE001  # the engine ends; what is not stored is prefilled again
+        logger.warning("the disk cache could not be completed: %s", problem)
 
 
 def _take(state: SchedulerState, inbox: Inbox, *, wait: bool) -> None:
@@ -109,6 +128,7 @@ def _end(state: SchedulerState, inbox: Inbox, error: PyLlamaCacheError) -> None:
             item.outbox.fail(error)
     state.metrics.count("failed", len(state.running) + len(state.queue))
     state.metrics.load(0, 0, 0)
+    _store_everything(state)
     state.running.clear()
     state.queue.clear()
     state.checkpoints.close()

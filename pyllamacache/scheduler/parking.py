@@ -57,7 +57,7 @@ class Parking:
         for each in outgrown:
             if not each.n_users and each.seq_id != seq_id:
                 parked.n_pins += each.n_pins
-                self.cut(each.seq_id, 0)
+                self.cut(each.seq_id, 0, is_outgrown=True)
         state.n_changes += 1
 
     def _is_held_elsewhere(self, slot: SlotState) -> bool:
@@ -81,11 +81,13 @@ class Parking:
             self.cut(min(candidates, key=lambda each: (each.priority, each.last_used)).seq_id, 0)
         return self._free.pop()
 
-    def cut(self, seq_id: SlotId, n_tokens: int) -> int:
+    def cut(self, seq_id: SlotId, n_tokens: int, *, is_outgrown: bool = False) -> int:
         """Give back the cells from `n_tokens` on; 0: all of them. Returns how many tokens it held more."""
         state = self._state
         parked = state.index.parked_by(seq_id)
         n_before = parked.position
+        if state.spans.is_wanted and not is_outgrown:
+            state.spans.save_tail(seq_id, parked, parked.ids(), n_tokens)
         state.backend.trim_span(seq_id, n_tokens)
         state.ledger.trim(seq_id, n_tokens)
         state.index.cut_parked(parked, n_tokens)
@@ -98,7 +100,7 @@ class Parking:
         """Drop what is parked of a namespace, or (None) all. Returns how many."""
         found = [each for each in self._state.index.parked if namespace in (None, each.namespace) and not each.n_users]
         for each in found:
-            self.cut(each.seq_id, 0)
+            self.cut(each.seq_id, 0, is_outgrown=True)
         return len(found)
 
     def donor(self, parked: Parked) -> tuple[SlotId, Ids]:

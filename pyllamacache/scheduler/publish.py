@@ -17,6 +17,7 @@ from ..request import (
 )
 from ..text.transcripts import transcribe
 from .placing import capture_end
+from .restore import abandon
 
 if TYPE_CHECKING:
     from ..request import TokenLogprob
@@ -54,6 +55,7 @@ def take_token(state: SchedulerState, job: Job, token: int, logprob: TokenLogpro
 def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
     """Answer the request and leave the slot idle, holding what was computed unless it was not to be stored."""
     now = state.clock()
+    abandon(state, job)
     if reason == "cancelled" or not job.generated:  # otherwise the last token's chunk has said so
         rest = "" if job.text.stopped else job.text.finish()
         if rest:
@@ -83,6 +85,7 @@ def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
 
 def fail(state: SchedulerState, job: Job, error: BaseException) -> None:
     """End one request with an error. What it computed stays in its slot."""
+    abandon(state, job)
     state.metrics.count("failed")
     state.metrics.count("prompt_tokens", _prompt_tokens_held(job))
     state.metrics.count("cached_tokens", job.resumed_tokens)

@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING
 from ..errors import InternalError, NativeError
 from ..prefix.cells import CellLedger
 from ..prefix.evict import Cut, Victim
-from ..prefix.index import PrefixIndex
+from ..prefix.index import Checkpoint, Match, PrefixIndex, Span
 from ..prefix.plan import Rules, SlotView
+from ..prefix.retention import Eviction, Holdings
+from ..prefix.stored import StoredPrefix
 from ..request import SlotId
 from ..text.transcripts import Transcripts
 from .checkpoints import Checkpoints
 from .parking import Parking
+from .room import Room
 from .slots import SlotInfo, SlotState
+from .spans import Spans, reusable
 
 if TYPE_CHECKING:
     from ..config import CacheBudget, Memory
     from ..observe.metrics import Metrics
-    from ..prefix.index import Checkpoint
     from ..request import Ids
-    from ..store.host import HostPool
+    from ..store.host import Block, HostPool
     from .backend import Backend, Traits
+    from .disk import DiskTier
     from .inbox import Submission
     from .jobs import Job
 
@@ -61,7 +65,11 @@ class SchedulerState:
         )
         self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
         self.index = PrefixIndex()
-        self.checkpoints = Checkpoints(backend, self.slots, pool, budget, clock, self.index)
+        self.room = Room(pool, self.index, self.traits, clock, self._holdings)
+        self.checkpoints = Checkpoints(backend, self.slots, self.room, budget, clock, self.index)
+        self.spans = Spans(self)
+        self.room.give_up = self._give_up
+        self.disk: DiskTier | None = None
         self.parking = Parking(self)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
@@ -76,6 +84,38 @@ class SchedulerState:
         self.refused_at = (-1, 0)
         """`n_changes` and queue length when the queue's head last had to wait; planning again would say the same."""
 
+    def attach_disk(self, disk: DiskTier) -> None:
+        """From now on what is stored in host memory is written to disk as well, behind it."""
+        self.disk = disk
+        self.spans.on_saved = self._offer_span
+        self.checkpoints.on_ready = self._offer_checkpoint
+
+    def _holdings(self) -> Holdings:
+        return self.checkpoints.holdings()
+
+    def _give_up(self, mark: Checkpoint | Span, reason: Eviction) -> None:
+        if isinstance(mark, Span):
+            self.spans.drop(mark, reason)
+        else:
+            self.checkpoints.drop(mark, reason)
+
+    def _offer_span(self, span: Span) -> None:
+        def hold() -> Block | None:
+            return self.spans.hold(span) if span in self.spans.blocks else None
+
+        if self.disk is not None:
+            self.disk.offer(span, span.ids(), hold, lambda: self.spans.let_go(span))
+
+    def _offer_checkpoint(self, node: Checkpoint) -> None:
+        def hold() -> Block | None:
+            if not self.checkpoints.has(node):
+                return None
+            self.checkpoints.hold(node)
+            return self.checkpoints.data(node)
+
+        if self.disk is not None and not node.kind.is_optional:
+            self.disk.offer(node, node.ids(), hold, lambda: self.checkpoints.let_go(node))
+
     # -- views --
 
     def rewind_floor(self, slot: SlotState) -> int:
@@ -88,8 +128,24 @@ class SchedulerState:
             return len(slot)
         return self.backend.rewind_floor(slot.slot_id)
 
-    def views(self, namespace: str, ids: Ids) -> list[SlotView]:
-        """Every slot, and of what is parked the one that holds most of `ids`."""
+    def stored(self, namespace: str, ids: Ids) -> StoredPrefix:
+        """What host memory and disk have of a prompt."""
+        self.checkpoints.poll()
+        matches = [self.index.match(namespace, ids)]
+        if self.disk is not None:
+            self.disk.refresh()
+            self.disk.adopt(namespace, ids)
+            matches.append(self.disk.index.match(namespace, ids))
+        return StoredPrefix(tuple(matches), self._is_worth_loading)
+
+    def _is_worth_loading(self, span: Span) -> bool:
+        tier = "host" if span in self.spans.blocks else "disk"
+        if tier == "disk" and span.n_bytes > self.room.pool.limit_bytes:
+            return False  # there is no way around host memory
+        return self.checkpoints.rates.is_worth_loading(tier, span.n_bytes, span.n_tokens)
+
+    def views(self, match: Match) -> list[SlotView]:
+        """Every slot, and of what is parked the one that holds most of a prompt."""
         views = [
             SlotView(
                 slot.slot_id,
@@ -102,10 +158,10 @@ class SchedulerState:
             )
             for slot in self.slots
         ]
-        parked = self.index.match(namespace, ids).parked if self.parking.is_on else None
+        parked = match.parked
         if parked is not None:
             held = parked.ids()
-            seq_id, used = parked.seq_id, parked.last_used
+            seq_id, namespace, used = parked.seq_id, parked.namespace, parked.last_used
             views.append(SlotView(seq_id, False, held, namespace, 1, len(held), used, is_parked=True))
         return views
 
@@ -236,6 +292,45 @@ class SchedulerState:
         slot.tokens.extend(ids)
         slot.exact_tokens = n_tokens
 
+    def cut_span(self, slot: SlotState, n_tokens: int) -> None:
+        """Cut the slot's cells anywhere; a state it has is then stale, and is put back before the slot is used."""
+        if n_tokens == 0:
+            self.erase(slot)
+            return
+        self.checkpoints.settle(slot)
+        self.n_changes += 1
+        self.backend.trim_span(slot.slot_id, n_tokens)
+        if self.counts_cells:
+            self.ledger.trim(slot.slot_id, n_tokens)
+        slot.truncate(n_tokens)
+
+    def share_span(self, donor_id: SlotId, slot: SlotState, ids: Ids) -> None:
+        """Make the cells of `ids`, the start of what the donor holds, those of `slot`, without a state.
+
+        Raises:
+            NativeError: the slot is empty.
+        """
+        self.erase(slot)
+        if not len(ids):
+            return
+        self.backend.share_span(donor_id, slot.slot_id, len(ids))
+        if self.counts_cells:
+            self.ledger.share(donor_id, slot.slot_id, len(ids))
+        slot.tokens.extend(ids)
+        slot.exact_tokens = len(ids)
+
+    def resume_before(self, slot: SlotState, namespace: str, ids: Ids) -> bool:
+        """Put back the deepest state at a prefix of `ids`, of which the slot holds the cells. False: there is none."""
+        for node in reversed(self.checkpoints.path(namespace, ids)):
+            try:
+                self.resume(None, slot, node, ids[: node.position])
+            except NativeError:
+                if self.memory.has_cells and not len(slot):
+                    return False
+                continue
+            return True
+        return False
+
     def recover(self, slot: SlotState, n_tokens: int) -> None:
         """After its state was lost: back to the deepest checkpoint at or before `n_tokens`, else empty."""
         for node in reversed(self.checkpoints.held_by(slot)):
@@ -273,5 +368,6 @@ class SchedulerState:
             if slot.is_busy:
                 raise InternalError(f"cut of busy slot {cut.slot_id}")
             n_before = len(slot)
+            self.spans.save_tail(slot.slot_id, slot, reusable(self, slot), cut.n_tokens)
             self.trim(slot, cut.n_tokens)
             self.metrics.count("evicted_tokens", n_before - len(slot))

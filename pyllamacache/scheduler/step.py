@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from ..errors import CellsExhaustedError, GrammarError, NativeError
 from ..prefix.evict import Cut, plan_cuts
 from ..request import Reason, Source
+from . import restore
 from .await_prefix import has_arrived
 from .backend import Outcome
+from .behind import store_under_load
 from .compose import Batch, compose
 from .placing import capture, plan_captures
 from .publish import fail, finish, take_token
@@ -32,6 +34,8 @@ def run_step(state: SchedulerState) -> None:
     started_s = state.clock()
     if state.checkpoints.is_waiting:
         state.checkpoints.serve()
+    if any(job.restore is not None for job in state.running):
+        restore.advance_all(state)
     _finish_fed(state)
     batch = _make_room(state)
     native_s = 0.0
@@ -45,8 +49,11 @@ def run_step(state: SchedulerState) -> None:
         _learn(state, batch, native_s, result)
         _take_result(state, batch, result)
         _finish_fed(state)
+        store_under_load(state, batch.n_tokens)
     elif state.checkpoints.is_waiting:
         state.checkpoints.wait()
+    else:
+        restore.wait(state)
     state.report_checkpoints()
     state.metrics.step(native_s, state.clock() - started_s - native_s, state.used_cells)
 
@@ -60,7 +67,7 @@ def _learn(state: SchedulerState, batch: Batch, seconds: float, result: StepResu
 def _finish_fed(state: SchedulerState) -> None:
     """Warm-ups and requests of no tokens end when their prompt is in."""
     if any(job.sampler is None for job in state.running):
-        for job in [job for job in state.running if job.sampler is None and job.n_left <= 0]:
+        for job in [job for job in state.running if job.sampler is None and job.n_left <= 0 and not job.restore]:
             finish(state, job, "length")
 
 
@@ -103,6 +110,7 @@ def _yield_cells(state: SchedulerState, needed_cells: int) -> bool:
 
 def _preempt(state: SchedulerState, job: Job) -> None:
     state.metrics.count("preempted")
+    restore.abandon(state, job)
     state.erase(job.slot)
     _restart(state, job, Reason.PREEMPTED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +16,7 @@ from pyllamacache.prefix.match import common_prefix_len
 from pyllamacache.request import Chunk, Completion, Prompt, Request, RequestId, SamplingParams, SlotId
 from pyllamacache.scheduler.admit import admit
 from pyllamacache.scheduler.backend import Traits
+from pyllamacache.scheduler.behind import store_when_idle
 from pyllamacache.scheduler.inbox import Outbox, Submission
 from pyllamacache.scheduler.publish import end_overdue
 from pyllamacache.scheduler.slot_files import idle_slot, kind_of, put_checkpoints, put_state
@@ -31,6 +33,7 @@ from .vocabulary import ByteVocab
 if TYPE_CHECKING:
     from pyllamacache.request import Ids
     from pyllamacache.scheduler.jobs import Job
+    from pyllamacache.scheduler.restore import Restore
 
 
 @dataclass(eq=False)
@@ -107,6 +110,7 @@ class Driver:
         n_swa: int = 6,
         max_checkpoints: int = 0,
         checkpoint_bytes: int | None = None,
+        host_bytes: int = 1 << 24,
     ) -> None:
         self.backend = (
             backend if isinstance(backend, FakeBackend) else FakeBackend(backend or make_traits(), n_swa=n_swa)
@@ -114,9 +118,12 @@ class Driver:
         self.traits = self.backend.traits
         self.clock = FakeClock()
         self.metrics = Metrics(self.traits.kv_tokens)
-        self.pool = HostPool(1 << 24)
-        self.budget = CacheBudget(max_checkpoints, 1 << 24 if checkpoint_bytes is None else checkpoint_bytes, 1 << 24)
+        self.pool = HostPool(host_bytes)
+        limit = host_bytes if checkpoint_bytes is None else min(checkpoint_bytes, host_bytes)
+        self.budget = CacheBudget(max_checkpoints, limit, host_bytes)
         self.state = SchedulerState(self.backend, self.metrics, self.clock, ByteVocab().piece, self.pool, self.budget)
+        self.stores_behind = False
+        """Copy what is idle to host memory whenever nothing runs."""
         self.tickets: list[Ticket] = []
         self._namespaces = {slot.slot_id: "" for slot in self.state.slots}
         """Where each slot's content comes from, kept apart from the scheduler's own record."""
@@ -141,12 +148,15 @@ class Driver:
         end_overdue(self.state)
         self._admit()
         assert self.state.running or not self.state.queue, "requests wait although nothing runs"
+        if self.stores_behind and not self.state.running:
+            store_when_idle(self.state)
         if self.state.running:
             running = list(self.state.running)
+            n_restoring = sum(job.restore is not None for job in running)
             run_step(self.state)
             self._check_left_behind([job for job in running if job not in self.state.running])
             did_something = len(self.backend.calls) > n_calls or self.n_ended > n_ended
-            did_something = did_something or self.backend.n_finished_captures > n_finished
+            did_something = did_something or self.backend.n_finished_captures > n_finished or n_restoring > 0
             assert did_something, f"a busy loop with {len(running)} running requests"
         self.check()
 
@@ -155,21 +165,27 @@ class Driver:
         held = {slot.slot_id: slot.tokens.ids.copy() for slot in self.state.slots}
         homes = dict(self._namespaces)
         parked: dict[str, list[Ids]] = {}
+        self._note_parked()
         for each in self.state.index.parked:
             parked.setdefault(each.namespace, []).append(each.ids())
+        stored: dict[str, list[Ids]] = {}
+        for span in (*self.state.index.spans, *(self.state.disk.index.spans if self.state.disk is not None else ())):
+            stored.setdefault(span.namespace, []).append(span.ids())
         before = list(self.state.running)
         admit(self.state)
+        self._note_parked()
         for job in self.state.running:
             if job in before:
                 continue
             request, plan = job.request, job.plan
             if job.resumed_tokens:
                 holder = job.slot.slot_id if plan.donor_id is None else plan.donor_id
-                if self.traits.memory.has_cells or job.source != "checkpoint":
+                if job.plan.held_tokens and (self.traits.memory.has_cells or job.source != "checkpoint"):
                     homes_now = {**self._namespaces, **self._parked_namespaces}
                     assert homes_now[holder] == request.namespace, "content of another namespace was reused"
                 assert request.cache_prompt
             known = [held[slot_id] for slot_id in held if homes[slot_id] == request.namespace]
+            known += stored.get(request.namespace, [])
             known += parked.get(request.namespace, [])
             if not self.traits.memory.has_cells:  # there, checkpoints outlive what they were taken of
                 known += [np.array(ids, dtype=np.int32) for ids in self._once_held.get(request.namespace, ())]
@@ -177,6 +193,10 @@ class Driver:
             assert request.slot in (None, job.slot.slot_id)
             self._namespaces[job.slot.slot_id] = request.namespace
             self._ran_in[request.request_id] = job.slot.slot_id
+
+    def _note_parked(self) -> None:
+        """Sequences keep the namespace they were last parked in: a donor may be gone by the time it is looked at."""
+        self._parked_namespaces.update((each.seq_id, each.namespace) for each in self.state.index.parked)
 
     @staticmethod
     def _check_left_behind(ended: Sequence[Job]) -> None:
@@ -235,6 +255,7 @@ class Driver:
     def close(self) -> None:
         """As the loop ends when nothing runs any more. Nothing may be left."""
         assert not self.state.running
+        self.state.spans.clear()
         self.state.checkpoints.close()
         self.backend.close()
         assert len(self.state.checkpoints.index.checkpoints) == self.state.checkpoints.used_bytes == 0
@@ -309,7 +330,13 @@ class Driver:
         """Slots, ledger and memory agree."""
         state, backend = self.state, self.backend
         for slot in state.slots:
-            assert backend.length(slot.slot_id) == len(slot), f"slot {slot.slot_id} and its memory differ in length"
+            is_restoring = slot.job is not None and slot.job.restore is not None
+            n_held = (
+                backend.span_length(slot.slot_id)
+                if is_restoring and self.traits.memory.has_cells
+                else backend.length(slot.slot_id)
+            )
+            assert n_held == len(slot), f"slot {slot.slot_id} and its memory differ in length"
             assert backend.content(slot.slot_id) in (None, self.held(slot.slot_id)), f"slot {slot.slot_id} holds other"
             assert 0 <= slot.exact_tokens <= len(slot)
             assert slot.is_busy == any(job.slot is slot for job in state.running)
@@ -334,8 +361,17 @@ class Driver:
             if ids:
                 once = self._once_held.get(parked[seq_id].namespace, ())
                 assert any(each[: len(ids)] == tuple(ids) for each in once), "parked in a namespace it is not of"
-                self._parked_namespaces[seq_id] = parked[seq_id].namespace
             assert seq_id not in parked or not parked[seq_id].n_users, "a lease that nobody ended"
+
+    def _check_spans(self, restoring: Sequence[Restore]) -> None:
+        """Host memory holds exactly the spans of the index, leased by nobody but restores and the disk's writer."""
+        state, spans = self.state, self.state.spans
+        assert set(spans.blocks) == set(state.index.spans)
+        assert spans.used_bytes == sum(span.n_bytes for span in spans.blocks)
+        leased = Counter(span for each in restoring for span in each.held)
+        leased.update(offer.mark for offer, _ in (state.disk._writing if state.disk is not None else ()))
+        for span in (*spans.blocks, *spans._orphans):
+            assert span.n_users == leased[span], "a lease that nobody holds"
 
     def _check_checkpoints(self) -> None:
         """The budget holds, blocks are where checkpoints are, and each is at the prefix it says."""
@@ -358,6 +394,13 @@ class Driver:
         assert counts.in_flight == sum(not node.is_ready for node in nodes)
         pending = checkpoints._pending
         blocks = [*checkpoints._blocks.values(), *checkpoints._orphans.values(), *pending]
+        spans = self.state.spans
+        blocks += [*spans.blocks.values(), *spans._orphans.values()]
+        restoring = [job.restore for job in self.state.running if job.restore is not None]
+        blocks += [
+            fetch.block for each in restoring for mark, fetch in each.fetches.items() if fetch.block not in pending
+        ]
+        self._check_spans(restoring)
         assert len(checkpoints._blocks) == len(nodes)
         assert self.pool.used_bytes == sum(block.size_bytes for block in blocks) + counts.staging_bytes
         waiting = [slot for slot in self.state.slots if slot.is_held]

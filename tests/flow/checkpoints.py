@@ -25,12 +25,19 @@ def budget_of(name: str, kind: str) -> CacheConfig:
 
 
 def check_budget(engine: Any) -> None:
-    """Count and bytes are within their limits, and the views agree with each other."""
-    cache, counts = engine.cache, engine.statistics().checkpoints
-    entries, budget = cache.entries(), cache.budget
-    assert len(entries) == len(cache) == counts.held <= budget.max_checkpoints
-    assert sum(entry.n_bytes for entry in entries) == cache.size_bytes == counts.held_bytes <= budget.checkpoint_bytes
-    assert cache.size_bytes <= cache.resident_bytes <= budget.host_bytes
+    """Count and bytes are within their limits, and the views agree with each other.
+
+    An engine that has nothing to do copies cells behind, which may cost it a checkpoint between two questions.
+    """
+    cache = engine.cache
+    for _ in range(1000):
+        entries, budget = cache.entries(), cache.budget
+        held, size_bytes, counts = len(cache), cache.size_bytes, engine.statistics().checkpoints
+        if [each.position for each in cache.entries()] == [each.position for each in entries]:
+            break
+    assert len(entries) == held == counts.held <= budget.max_checkpoints
+    assert sum(entry.n_bytes for entry in entries) == size_bytes == counts.held_bytes <= budget.checkpoint_bytes
+    assert size_bytes <= cache.resident_bytes <= budget.host_bytes
 
 
 @dataclass

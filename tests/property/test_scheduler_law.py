@@ -52,6 +52,9 @@ FAILING_CALLS = (
     "trim_raises",
     "share",
     "share_span",
+    "span_size",
+    "save_span",
+    "append_span",
     "load_state",
     "new_sampler",
     "state_bytes",
@@ -105,6 +108,8 @@ class LawMachine(RuleBasedStateMachine):
         else:
             max_checkpoints, checkpoint_bytes = 32, None
         self.driver = Driver(backend, max_checkpoints=max_checkpoints, checkpoint_bytes=checkpoint_bytes)
+        self.driver.stores_behind = self.has_faults and data.draw(st.booleans())
+        self.driver.state.index.span_tokens = data.draw(st.sampled_from([256, 1, 4, 7]))
         self.read: list[tuple[Checkpoint, bytes]] = []
         """Checkpoints that are being written to a file, with their bytes."""
         self.incoming: list[tuple[Saved, dict[int, tuple[str, Block]]]] = []
@@ -284,6 +289,11 @@ class LawMachine(RuleBasedStateMachine):
             CacheBudget(max_checkpoints, min(checkpoint_bytes, host_bytes), host_bytes)
         )
 
+    @precondition(lambda self: self.driver.state.spans.is_on and not self.driver.state.running)
+    @rule(n_tokens=st.integers(1, 40))
+    def store_behind(self, n_tokens: int) -> None:
+        self.driver.state.spans.save_some(n_tokens)
+
     @precondition(lambda self: self.has_faults)
     @rule(namespace=st.sampled_from([None, *NAMESPACES]))
     def clear(self, namespace: str | None) -> None:
@@ -360,7 +370,7 @@ def run_law(sequences_type: type[Sequences], memory: Memory, *, is_strict: bool 
     run_state_machine_as_test(
         type("PlantedMachine", (LawMachine,), attributes),
         settings=settings(
-            max_examples=500,
+            max_examples=1500,
             stateful_step_count=30,
             phases=[Phase.generate],
             derandomize=True,

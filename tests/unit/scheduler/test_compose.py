@@ -32,7 +32,7 @@ def job(slot_id: int, n_prompt: int, n_held: int = 0, n_generated: int = 0, *, o
         request=request,
         outbox=Outbox(keeps_chunks=False),
         slot=slot,
-        plan=Plan(slot.slot_id, Source.NONE, None, 0, 0, Reason.COLD, 0, 0),
+        plan=Plan(slot.slot_id, Source.NONE, None, 0, 0, 0, Reason.COLD, 0, 0),
         tokens=tokens,
         text=TextStream(),
         sampler=FakeSampler(request.sampling, request.prompt.ids, frozenset()),

@@ -189,7 +189,7 @@ def test_another_namespace_reuses_nothing_and_hears_of_nothing(memory: Memory, e
 
 
 def test_a_slot_changes_hands_between_namespaces_without_a_trace() -> None:
-    driver = Driver(make_traits(n_slots=1))
+    driver = Driver(make_traits(n_slots=1), host_bytes=0)
     driver.complete(PROMPT, namespace="a")
     driver.complete(PROMPT, namespace="b", max_tokens=2)
     result = driver.complete(PROMPT, namespace="a")
