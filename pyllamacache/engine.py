@@ -271,6 +271,7 @@ class Engine:
             held.extend(checkpoints.held_by(slot))
             for node in held:
                 checkpoints.hold(node)  # their bytes are written from where they lie
+            checkpoints.held_for_files.update(held)
             stored = [
                 slotfile.StoredCheckpoint(node.position, node.kind.value, checkpoints.data(node).data) for node in held
             ]
@@ -288,6 +289,7 @@ class Engine:
         def leave() -> None:
             for node in held:
                 self._state.checkpoints.let_go(node)
+            self._state.checkpoints.held_for_files.subtract(held)
 
         self._check_process()
         fingerprint = self._model.fingerprint

@@ -70,7 +70,12 @@ def admit(state: SchedulerState) -> None:
         return
     if any(each.outbox.is_cancelled or each.request.timeout_s is not None for each in state.queue):
         expire(state)
-    if state.refused_at == (state.n_changes, len(state.queue)):
+    if state.running:
+        state.checkpoints.poll()
+    else:
+        state.checkpoints.finish_all()  # it may be what a queued request waits for
+    n_ended = state.checkpoints.n_ended
+    if state.refused_at == (state.n_changes + n_ended, len(state.queue)):
         return
     waiting: list[Submission] = []
     n_awaiting = 0
@@ -93,7 +98,7 @@ def admit(state: SchedulerState) -> None:
                 break
     finally:
         state.queue.extendleft(reversed(waiting))
-    state.refused_at = (state.n_changes, len(state.queue))
+    state.refused_at = (state.n_changes + n_ended, len(state.queue))
 
 
 def choose(state: SchedulerState, request: Request) -> tuple[Plan | Wait, StoredPrefix]:

@@ -25,9 +25,10 @@ MIN_AWAITED_TOKENS = 32
 def must_await(state: SchedulerState, request: Request, chosen: Plan) -> bool:
     """Whether a running request is about to compute more of this prompt than the plan would reuse.
 
-    Effects: that one will say when it is there, and on memory with a state it takes a checkpoint there.
+    Or has just computed it, and its state is still being captured. Effects: that one will say when it is there, and on
+    memory with a state it takes a checkpoint there.
     """
-    if not (request.cache_prompt and state.rules.can_share):
+    if not (request.cache_prompt and (state.rules.can_share or not state.rules.has_cells) and state.running):
         return False
     best: Job | None = None
     furthest = chosen.resume_tokens + MIN_AWAITED_TOKENS - 1
@@ -38,11 +39,19 @@ def must_await(state: SchedulerState, request: Request, chosen: Plan) -> bool:
         if position > furthest and len(job.slot) < position:
             best, furthest = job, position
     if best is None:
-        return False
+        return _is_being_captured(state, request, furthest)
     best.awaited_at = min(best.awaited_at, furthest)
     if state.rules.has_state:
         add_placement(state, best, Placement(furthest, CheckpointKind.BRANCH))
     return True
+
+
+def _is_being_captured(state: SchedulerState, request: Request, after: int) -> bool:
+    """Where the memory has a state: whether one beyond `after` is on its way. Its arrival has the queue planned anew."""
+    if not state.checkpoints.is_capturing:
+        return False
+    path = state.index.path(request.namespace, request.prompt.ids[:-1])
+    return any(node.position > after and not node.is_ready for node in path)
 
 
 def _position(state: SchedulerState, job: Job, request: Request) -> int:

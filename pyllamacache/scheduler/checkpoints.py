@@ -71,10 +71,14 @@ class Checkpoints:
         self._blocks: dict[Checkpoint, Block] = {}
         self._pending: list[Block] = []
         """Of checkpoints that are being read from a file."""
+        self.held_for_files: Counter[Checkpoint] = Counter()
+        """Leases of slot files that are being written."""
         self._orphans: dict[Checkpoint, Block] = {}
         """Of checkpoints that were given up while somebody read them."""
         self._taken_s: dict[Checkpoint, float] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self.n_ended = 0
+        """Captures that came to their end: what is there has changed."""
         self._wanted: deque[_Wanted] = deque()
         self._state_bytes = 0
         """Size of the latest state: what the next is taken to be."""
@@ -141,6 +145,10 @@ class Checkpoints:
     def is_waiting(self) -> bool:
         """A slot is held until a capture in flight is done."""
         return bool(self._wanted)
+
+    @property
+    def is_capturing(self) -> bool:
+        return bool(self._in_flight)
 
     def counts(self) -> CheckpointCounts:
         """For the statistics."""
@@ -283,6 +291,10 @@ class Checkpoints:
             block.release()
         self.has_changed = True
 
+    def all_blocks(self) -> list[Block]:
+        """Memory of all of them, of those given up while somebody reads them, and of those being read from a file."""
+        return [*self._blocks.values(), *self._orphans.values(), *self._pending]
+
     def hold(self, node: Checkpoint) -> None:
         """Its bytes stay where they are until it is let go, even if it is given up meanwhile."""
         node.n_users += 1
@@ -385,6 +397,7 @@ class Checkpoints:
         for each in [each for each in self._in_flight if each.node is node]:
             each.capture.cancel()
             self._in_flight.remove(each)
+            self.n_ended += 1
         is_missed = reason in (Eviction.STRANDED, Eviction.THINNED, Eviction.OUTVALUED)
         self._remove(node, is_evicted=is_missed and node.is_ready)
         self._evicted[reason.value] += 1
@@ -398,6 +411,7 @@ class Checkpoints:
 
     def _end(self, each: _InFlight) -> None:
         self._in_flight.remove(each)
+        self.n_ended += 1
         self.has_changed = True
         if each.capture.finish():
             self._taken[each.node.kind.value] += 1

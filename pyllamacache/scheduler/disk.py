@@ -210,6 +210,11 @@ class DiskTier:
         self._waiting.append(_Offer(mark, entry, hold, let_go))
 
     @property
+    def being_written(self) -> list[Mark]:
+        """Marks of the host's index that the writer has leased."""
+        return [offer.mark for offer, _ in self._writing]
+
+    @property
     def is_busy(self) -> bool:
         """Something waits to be written, or is being."""
         return bool(self._waiting or self._writing)

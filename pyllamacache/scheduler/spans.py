@@ -14,7 +14,7 @@ from ..prefix.budget import Newcomer
 from ..prefix.retention import Eviction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, ValuesView
 
     from ..prefix.index import Parked, Span
     from ..request import Ids, SlotId
@@ -52,6 +52,11 @@ class Spans:
         self.credit_tokens = 0
         """Cells used up since something was last copied under load."""
         self.n_saved = self.n_refused = self.n_evicted = 0
+
+    @property
+    def orphans(self) -> ValuesView[Block]:
+        """Memory of spans that were given up and are still being read."""
+        return self._orphans.values()
 
     @property
     def is_on(self) -> bool:

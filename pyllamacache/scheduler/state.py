@@ -20,6 +20,7 @@ from ..prefix.retention import Eviction, Holdings
 from ..prefix.stored import StoredPrefix
 from ..request import SlotId
 from ..text.transcripts import Transcripts
+from .audit import audit
 from .checkpoints import Checkpoints
 from .parking import Parking
 from .room import Room
@@ -214,6 +215,10 @@ class SchedulerState:
         if self.checkpoints.has_changed:
             self.checkpoints.has_changed = False
             self.metrics.checkpoints(self.checkpoints.counts())
+
+    def audit(self) -> None:
+        """Recompute what the books say. Raises InternalError."""
+        audit(self)
 
     # -- changes --
 

@@ -17,6 +17,7 @@ from pyllamacache.request import Chunk, Completion, Prompt, Request, RequestId, 
 from pyllamacache.scheduler.admit import admit
 from pyllamacache.scheduler.backend import Traits
 from pyllamacache.scheduler.behind import store_when_idle
+from pyllamacache.scheduler.disk import DiskTier
 from pyllamacache.scheduler.inbox import Outbox, Submission
 from pyllamacache.scheduler.publish import end_overdue
 from pyllamacache.scheduler.slot_files import idle_slot, kind_of, put_checkpoints, put_state
@@ -28,6 +29,7 @@ from pyllamacache.store.host import Block, HostPool
 from .backend import FakeBackend, make_traits
 from .clock import FakeClock
 from .oracle import GREEDY, cold_logits, cold_run
+from .store import FakeStore, LazyExecutor
 from .vocabulary import ByteVocab
 
 if TYPE_CHECKING:
@@ -122,6 +124,8 @@ class Driver:
         limit = host_bytes if checkpoint_bytes is None else min(checkpoint_bytes, host_bytes)
         self.budget = CacheBudget(max_checkpoints, limit, host_bytes)
         self.state = SchedulerState(self.backend, self.metrics, self.clock, ByteVocab().piece, self.pool, self.budget)
+        self.leases_of_tests = 0
+        """Leases that a test holds itself, which the books know nothing of."""
         self.stores_behind = False
         """Copy what is idle to host memory whenever nothing runs."""
         self.tickets: list[Ticket] = []
@@ -255,6 +259,8 @@ class Driver:
     def close(self) -> None:
         """As the loop ends when nothing runs any more. Nothing may be left."""
         assert not self.state.running
+        if self.state.disk is not None:
+            self.state.disk.close()
         self.state.spans.clear()
         self.state.checkpoints.close()
         self.backend.close()
@@ -277,6 +283,16 @@ class Driver:
             assert not ticket.is_done, "it ended before"
             self.turn()
         raise AssertionError("it never got there")
+
+    def attach_store(self, store: FakeStore, *, n_polls: int = 0) -> None:
+        """From now on there is a disk."""
+        executors = (LazyExecutor(1), LazyExecutor(1))
+        for each in executors:
+            each.n_polls = n_polls
+        disk = DiskTier(store, kind_of=kind_of, wall_clock=self.clock, clock=self.clock, executors=executors)
+        disk.index.span_tokens = self.state.index.span_tokens
+        disk.refresh()
+        self.state.attach_disk(disk)
 
     def complete(self, ids: Sequence[int], **options: Any) -> Completion:
         ticket = self.submit(ids, **options)
@@ -344,6 +360,8 @@ class Driver:
                 self._once_held.setdefault(self._namespaces[slot.slot_id], set()).add(tuple(self.held(slot.slot_id)))
         self._check_checkpoints()
         self._check_parked()
+        if not self.leases_of_tests:
+            state.audit()
         if state.counts_cells:
             assert state.ledger.used() == backend.n_used_cells()
             assert state.ledger.used() <= self.traits.kv_tokens
@@ -368,7 +386,7 @@ class Driver:
         state, spans = self.state, self.state.spans
         assert set(spans.blocks) == set(state.index.spans)
         assert spans.used_bytes == sum(span.n_bytes for span in spans.blocks)
-        leased = Counter(span for each in restoring for span in each.held)
+        leased: Counter[object] = Counter(span for each in restoring for span in each.held)
         leased.update(offer.mark for offer, _ in (state.disk._writing if state.disk is not None else ()))
         for span in (*spans.blocks, *spans._orphans):
             assert span.n_users == leased[span], "a lease that nobody holds"

@@ -38,6 +38,7 @@ from pyllamacache.store.host import Block
 from tests.fakes import EOG, Culprit, Driver, FakeBackend, GroupFault, Sequences, Ticket, every_fault, make_traits
 from tests.fakes.driver import Saved
 from tests.fakes.planted import ForeignDonor, LateCapture, LateState, ShortShare, StaleTail
+from tests.fakes.store import FakeStore
 
 if TYPE_CHECKING:
     from pyllamacache.request import Ids
@@ -110,6 +111,10 @@ class LawMachine(RuleBasedStateMachine):
         self.driver = Driver(backend, max_checkpoints=max_checkpoints, checkpoint_bytes=checkpoint_bytes)
         self.driver.stores_behind = self.has_faults and data.draw(st.booleans())
         self.driver.state.index.span_tokens = data.draw(st.sampled_from([256, 1, 4, 7]))
+        self.store: FakeStore | None = None
+        if self.has_faults and data.draw(st.booleans()):
+            self.store = FakeStore(data.draw(st.sampled_from([1 << 20, 2000, 300])))
+            self.driver.attach_store(self.store, n_polls=data.draw(st.sampled_from([0, 2, NEVER])))
         self.read: list[tuple[Checkpoint, bytes]] = []
         """Checkpoints that are being written to a file, with their bytes."""
         self.incoming: list[tuple[Saved, dict[int, tuple[str, Block]]]] = []
@@ -241,6 +246,29 @@ class LawMachine(RuleBasedStateMachine):
         self.driver.backend.faults.culprit = None if fault is None else Culprit(seq_id, fault, at)
         self.culprits.add(seq_id)
 
+    @precondition(lambda self: self.store is not None)
+    @rule(calls=st.lists(st.sampled_from(["write", "read", "corrupt", "scan"])), lost=st.none() | indexes)
+    def trouble_with_the_disk(self, calls: list[str], lost: int | None) -> None:
+        assert self.store is not None
+        self.store.fails = calls
+        if lost is not None:
+            self.store.lose(lost)
+
+    @precondition(lambda self: self.store is not None and not self.driver.state.running)
+    @rule()
+    def forget_everything_but_the_disk(self) -> None:
+        """As after a restart."""
+        state = self.driver.state
+        assert state.disk is not None
+        state.disk.settle()
+        for slot in state.slots:
+            if not slot.is_busy:
+                state.erase(slot)
+        state.parking.clear()
+        state.spans.clear()
+        if not self.read:
+            state.checkpoints.clear()
+
     # -- slots --
 
     @rule(slot_id=st.integers(0, 3), operation=st.sampled_from(["erase", "save", "copy", "restore"]), index=indexes)
@@ -308,6 +336,7 @@ class LawMachine(RuleBasedStateMachine):
         checkpoints = self.driver.state.checkpoints
         for node in checkpoints.held_by(self.driver.slot(slot_id % self.driver.traits.n_slots)):
             checkpoints.hold(node)
+            self.driver.leases_of_tests += 1
             self.read.append((node, checkpoints.data(node).data.tobytes()))
 
     @precondition(lambda self: self.read)
@@ -319,6 +348,7 @@ class LawMachine(RuleBasedStateMachine):
             block = checkpoints.data(node) if checkpoints.has(node) else checkpoints._orphans[node]
             assert block.data.tobytes() == before
             checkpoints.let_go(node)
+            self.driver.leases_of_tests -= 1
         self.read.clear()
 
     # -- the law --
@@ -349,6 +379,8 @@ class LawMachine(RuleBasedStateMachine):
             while self.incoming:
                 self.have_read_a_file(0)
             self.driver.backend.faults.calls = []
+            if self.store is not None:
+                self.store.fails = []
             self.driver.close()
 
 

@@ -865,6 +865,7 @@ def test_the_bytes_of_a_checkpoint_stay_while_it_is_held() -> None:
 def test_one_that_is_held_is_not_evicted_and_several_may_hold_it() -> None:
     driver = make(budget=2)
     driver.complete(PROMPT, max_tokens=1)
+    driver.leases_of_tests = 1
     checkpoints = driver.state.checkpoints
     for node in nodes(driver):
         checkpoints.hold(node)
