@@ -16,7 +16,7 @@ from ..prefix.plan import Plan, Wait, plan
 from ..request import CacheReport, Chunk, Completion, Reason, Source, Timings, Usage
 from ..text.decode import TextStream
 from . import restore
-from .await_prefix import must_await
+from .await_prefix import look_for_capture, must_await
 from .jobs import Job
 from .slots import TokenBuffer
 from .spans import reusable
@@ -70,12 +70,9 @@ def admit(state: SchedulerState) -> None:
         return
     if any(each.outbox.is_cancelled or each.request.timeout_s is not None for each in state.queue):
         expire(state)
-    if state.running:
-        state.checkpoints.poll()
-    else:
-        state.checkpoints.finish_all()  # it may be what a queued request waits for
-    n_ended = state.checkpoints.n_ended
-    if state.refused_at == (state.n_changes + n_ended, len(state.queue)):
+    if state.capture_awaited >= 0:
+        look_for_capture(state)
+    if state.refused_at == (state.n_changes, len(state.queue)):
         return
     waiting: list[Submission] = []
     n_awaiting = 0
@@ -98,7 +95,7 @@ def admit(state: SchedulerState) -> None:
                 break
     finally:
         state.queue.extendleft(reversed(waiting))
-    state.refused_at = (state.n_changes + n_ended, len(state.queue))
+    state.refused_at = (state.n_changes, len(state.queue))
 
 
 def choose(state: SchedulerState, request: Request) -> tuple[Plan | Wait, StoredPrefix]:

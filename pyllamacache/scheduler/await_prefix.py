@@ -25,33 +25,68 @@ MIN_AWAITED_TOKENS = 32
 def must_await(state: SchedulerState, request: Request, chosen: Plan) -> bool:
     """Whether a running request is about to compute more of this prompt than the plan would reuse.
 
-    Or has just computed it, and its state is still being captured. Effects: that one will say when it is there, and on
-    memory with a state it takes a checkpoint there.
+    Or has just computed it, and the state there is still being captured. Effects: that one will say when it is there,
+    and on memory with a state it takes a checkpoint there.
     """
-    if not (request.cache_prompt and (state.rules.can_share or not state.rules.has_cells) and state.running):
-        return False
-    best: Job | None = None
-    furthest = chosen.resume_tokens + MIN_AWAITED_TOKENS - 1
+    found = awaited(state, request, chosen)
+    if found is None:
+        if not is_being_captured(state, request, chosen):
+            return False
+        if state.capture_awaited < 0:
+            state.capture_awaited = state.checkpoints.n_ended
+        return True
+    job, position = found
+    job.awaited_at = min(job.awaited_at, position)
+    if state.rules.has_state:
+        add_placement(state, job, Placement(position, CheckpointKind.BRANCH))
+    return True
+
+
+def awaited(state: SchedulerState, request: Request, chosen: Plan) -> tuple[Job, int] | None:
+    """The running request to wait for, and the position. Effects: none."""
+    if not _may_wait(state, request):
+        return None
+    found, furthest = None, chosen.resume_tokens
     for job in state.running:
         if job.slot.tokens.n >= job.n_prompt or job.request.namespace != request.namespace:
             continue
         position = _position(state, job, request)
-        if position > furthest and len(job.slot) < position:
-            best, furthest = job, position
-    if best is None:
-        return _is_being_captured(state, request, furthest)
-    best.awaited_at = min(best.awaited_at, furthest)
-    if state.rules.has_state:
-        add_placement(state, best, Placement(furthest, CheckpointKind.BRANCH))
-    return True
+        # where it will be cut anyway, less is worth it
+        is_worth_it = position == job.awaited_at or position >= chosen.resume_tokens + MIN_AWAITED_TOKENS
+        if is_worth_it and position > max(furthest, len(job.slot)):
+            found, furthest = (job, position), position
+    return found
 
 
-def _is_being_captured(state: SchedulerState, request: Request, after: int) -> bool:
-    """Where the memory has a state: whether one beyond `after` is on its way. Its arrival has the queue planned anew."""
-    if not state.checkpoints.is_capturing:
+def _may_wait(state: SchedulerState, request: Request) -> bool:
+    can_take_over = state.rules.can_share or not state.rules.has_cells
+    return request.cache_prompt and can_take_over and bool(state.running)
+
+
+def is_being_captured(state: SchedulerState, request: Request, chosen: Plan) -> bool:
+    """Whether a state beyond where the plan resumes is on its way, or waits for its turn. Effects: none."""
+    if not (_may_wait(state, request) and state.checkpoints.is_capturing):
         return False
     path = state.index.path(request.namespace, request.prompt.ids[:-1])
-    return any(node.position > after and not node.is_ready for node in path)
+    is_in_flight = any(node.position > chosen.resume_tokens and not node.is_ready for node in path)
+    return is_in_flight or any(_is_held_for(job, request, chosen.resume_tokens) for job in state.running)
+
+
+def _is_held_for(job: Job, request: Request, after: int) -> bool:
+    n_tokens = len(job.slot)
+    is_ours = job.slot.is_held and job.request.namespace == request.namespace and after < n_tokens < len(request.prompt)
+    return is_ours and common_prefix_len(job.slot.tokens.ids, request.prompt.ids) == n_tokens
+
+
+def look_for_capture(state: SchedulerState) -> None:
+    """Somebody waits for one: have the queue planned anew if one has ended."""
+    if state.running:
+        state.checkpoints.poll()
+    else:
+        state.checkpoints.finish_all()
+    if state.checkpoints.n_ended != state.capture_awaited:
+        state.capture_awaited = -1
+        state.n_changes += 1
 
 
 def _position(state: SchedulerState, job: Job, request: Request) -> int:

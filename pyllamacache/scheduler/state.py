@@ -84,6 +84,8 @@ class SchedulerState:
         """Grows when a slot is taken, left, cut or filled: what a plan depends on besides the queue."""
         self.refused_at = (-1, 0)
         """`n_changes` and queue length when the queue's head last had to wait; planning again would say the same."""
+        self.capture_awaited = -1
+        """`checkpoints.n_ended` when a queued request began to wait for a capture; -1: none does."""
 
     def attach_disk(self, disk: DiskTier) -> None:
         """From now on what is stored in host memory is written to disk as well, behind it."""
