@@ -13,9 +13,13 @@ from .text.validate import check_namespace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from typing_extensions import Unpack
+
     from .config import CacheBudget
     from .engine import Engine
+    from .prefix.index import Span
     from .request import CheckpointKind, SlotId
+    from .text.options import PromptInput, PromptOptions
 
     _T = TypeVar("_T")
 
@@ -36,6 +40,29 @@ class CacheEntry:
     """False: its capture is in flight."""
     slots: tuple[SlotId, ...]
     """Slots that hold the KV cells before it. Empty: nothing can resume from it, except on recurrent models."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePrefix:
+    """KV cells that are kept, at one instant. No token ids. What prefixes have in common is counted with each."""
+
+    tier: str
+    """"device": parked; "host"; "disk"."""
+    namespace: str
+    n_tokens: int
+    n_bytes: int
+    """Of all its spans; 0 on the device, where it takes cells."""
+    hits: int
+    is_pinned: bool
+
+
+def _prefix_of(tier: str, span: Span) -> CachePrefix:
+    n_bytes, above = 0, span
+    while True:
+        n_bytes += above.n_bytes
+        if above.parent is None:
+            return CachePrefix(tier, span.namespace, span.position, n_bytes, span.hits, span.n_pins > 0)
+        above = above.parent
 
 
 class Cache:
@@ -62,6 +89,7 @@ class Cache:
             state = self._engine._state
             checkpoints = state.checkpoints
             checkpoints.poll()
+            state.expiry.sweep()
             held = {
                 slot.slot_id: set(checkpoints.index.path(slot.namespace, slot.tokens.ids))
                 for slot in state.slots
@@ -105,20 +133,78 @@ class Cache:
         return self._call(lambda: self._engine._state.checkpoints.budget)
 
     def limit(self, config: CacheConfig) -> None:
-        """Change the budget. What no longer fits is given up, least valuable first, and the memory is returned.
+        """Change the budgets. What no longer fits is given up, least valuable first, and the memory is returned.
+
+        The disk gives up what no longer fits with the next entry that is written.
 
         Raises:
-            ConfigError: not a CacheConfig.
+            ConfigError: not a CacheConfig, or one that names another folder.
         """
         if not isinstance(config, CacheConfig):
             raise ConfigError("config", config, "a pyllamacache.CacheConfig")
+        folder = self._engine._disk_dir
+        if config.disk_dir not in (None, folder):
+            raise ConfigError("disk_dir", config.disk_dir, f"None or {folder!r}: the folder is chosen with the engine")
         budget = config.resolve(memory_bytes())
-        self._call(lambda: self._engine._state.checkpoints.set_budget(budget))
+
+        def change() -> None:
+            self._engine._state.checkpoints.set_budget(budget)
+            if config.disk_dir is not None and self._engine._store is not None:
+                self._engine._store.limit_bytes = config.resolve_disk()
+
+        self._call(change)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Give up the checkpoints of a namespace, or (None) all. Slots keep what they hold. Returns how many."""
+        """Give up all that is kept of a namespace, or (None) of all, pinned or not. Returns how many entries.
+
+        Checkpoints, spans, parked prefixes, and what this model and layout have on disk. Slots keep what they hold.
+        """
         space = None if namespace is None else check_namespace(namespace)
-        return self._call(lambda: self._engine._state.checkpoints.clear(space))
+
+        def clear() -> int:
+            state = self._engine._state
+            state.pins.clear(space)
+            n_entries = state.checkpoints.clear(space) + state.spans.clear(space) + state.parking.clear(space)
+            if state.disk is not None:
+                n_entries += state.disk.clear(space)
+            state.transcripts.clear(space)
+            return n_entries
+
+        return self._call(clear)
+
+    def pin(self, prompt: PromptInput, **options: Unpack[PromptOptions]) -> int:
+        """Keep what is held of this prefix, in every tier, until it is unpinned: nothing but a lower budget takes it.
+
+        On the device a running request that would fail for want of cells comes first; what it takes goes to host memory
+        if there is room. What is not held yet is not computed: `warm` it first. Pins count.
+
+        Returns: tokens of the prefix at which a longer prompt can resume now; 0: nothing is held.
+        """
+        namespace, ids = self._engine._prefix(prompt, options)
+        return self._call(lambda: self._engine._state.pins.pin(namespace, ids))
+
+    def unpin(self, prompt: PromptInput, **options: Unpack[PromptOptions]) -> bool:
+        """Take back one `pin` of exactly this prefix. False: there is none."""
+        namespace, ids = self._engine._prefix(prompt, options)
+        return self._call(lambda: self._engine._state.pins.unpin(namespace, ids))
+
+    def prefixes(self) -> tuple[CachePrefix, ...]:
+        """What is held of KV cells outside the slots, by tier: the longest prefixes, by namespace."""
+
+        def read() -> list[CachePrefix]:
+            state = self._engine._state
+            found = [
+                CachePrefix("device", each.namespace, each.position, 0, each.hits, each.n_pins > 0)
+                for each in state.index.parked
+            ]
+            tiers = [("host", state.index)] + ([] if state.disk is None else [("disk", state.disk.index)])
+            for tier, index in tiers:
+                for span in index.spans:
+                    if not span.n_children:
+                        found.append(_prefix_of(tier, span))
+            return found
+
+        return tuple(sorted(self._call(read), key=lambda each: (each.namespace, each.tier, each.n_tokens)))
 
     def __repr__(self) -> str:
         return f"<Cache of {self._engine!r}>"

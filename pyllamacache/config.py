@@ -137,6 +137,8 @@ class CacheBudget:
     """For checkpoints, within `host_bytes`."""
     host_bytes: int
     """The whole pool of host memory: checkpoints, spans, captures in flight, staging."""
+    namespace_bytes: int = MAX_BYTES
+    """For the checkpoints and spans of one namespace, within `host_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,9 @@ class CacheConfig:
     """Bytes of states; None: `max_checkpoints` of them, however large. Never more than `host_bytes`."""
     host_bytes: int | str | None = None
     """Host memory for everything; None: the smaller of 8 GiB and a quarter of what the process may use."""
+    namespace_bytes: int | str | None = None
+    """Host memory for any one namespace; None: they share it all, so that one can tell from what it lost that another
+    was busy."""
     disk_dir: str | os.PathLike[str] | None = None
     """A folder in which prefixes outlive the process; None: there is none. Made if it is not there; processes may share
     it. What it holds tells what a transcript tells."""
@@ -166,7 +171,7 @@ class CacheConfig:
             if not isinstance(self.disk_dir, (str, os.PathLike)) or not os.fspath(self.disk_dir):
                 raise ConfigError("disk_dir", self.disk_dir, "the path of a folder, or None")
             object.__setattr__(self, "disk_dir", os.fspath(self.disk_dir))
-        for field in ("checkpoint_bytes", "host_bytes", "disk_bytes"):
+        for field in ("checkpoint_bytes", "host_bytes", "namespace_bytes", "disk_bytes"):
             value = getattr(self, field)
             if value is not None:  # words become numbers, so that equal limits are equal
                 object.__setattr__(self, field, _check_bytes(field, value))
@@ -183,7 +188,10 @@ class CacheConfig:
         checkpoint_bytes = host_bytes
         if self.checkpoint_bytes is not None:
             checkpoint_bytes = min(host_bytes, _check_bytes("checkpoint_bytes", self.checkpoint_bytes))
-        return CacheBudget(self.max_checkpoints, checkpoint_bytes, host_bytes)
+        namespace_bytes = host_bytes
+        if self.namespace_bytes is not None:
+            namespace_bytes = min(host_bytes, _check_bytes("namespace_bytes", self.namespace_bytes))
+        return CacheBudget(self.max_checkpoints, checkpoint_bytes, host_bytes, namespace_bytes)
 
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from .cache import Cache
 from .config import CacheConfig, EngineSettings, Layout, resolve_flash_attention
@@ -23,6 +23,7 @@ from .native.library import info as library_info
 from .observe.metrics import Metrics
 from .observe.progress import is_wanted
 from .request import RequestId, SlotId
+from .scheduler.admit import forecast
 from .scheduler.disk import DiskTier
 from .scheduler.handle import ChunkStream, Handle
 from .scheduler.inbox import Outbox, Submission
@@ -34,7 +35,7 @@ from .store import slotfile
 from .store.disk import DiskStore
 from .store.host import HostPool
 from .store.machine import memory_bytes
-from .text.options import RequestOptions, build_request
+from .text.options import PromptOptions, RequestOptions, build_request
 from .text.spelling import Speller
 from .text.transcripts import TextMatcher
 from .text.validate import check_ids
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from .observe.metrics import Statistics
     from .prefix.index import Checkpoint
-    from .request import Chunk, Completion, Usage
+    from .request import Chunk, Completion, Ids, Request, ReusePlan, Usage
     from .scheduler.slots import SlotInfo
     from .store.host import Block
     from .store.slotfile import Bytes
@@ -161,6 +162,8 @@ class Engine:
         self._scheduler = Scheduler(self._state, self._what)
         if self._settings.adapters:
             self._layout = self._read_layout()  # now: the files may be replaced later
+        self._store: DiskStore | None = None
+        self._disk_dir: object = None
         if cache is not None and cache.disk_dir is not None:
             self._open_disk(cache)
         self._scheduler.start()
@@ -173,7 +176,8 @@ class Engine:
         facts = {"fingerprint": self._model.fingerprint, **{name: str(value) for name, value in layout.items()}}
         scope = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         assert cache.disk_dir is not None
-        store = DiskStore(cache.disk_dir, limit_bytes=cache.resolve_disk(), scope=scope, facts=facts)
+        store = self._store = DiskStore(cache.disk_dir, limit_bytes=cache.resolve_disk(), scope=scope, facts=facts)
+        self._disk_dir = cache.disk_dir
         tier = DiskTier(
             store, kind_of=kind_of, wall_clock=time.time, clock=time.monotonic, wake=self._scheduler.inbox.wake
         )
@@ -214,6 +218,19 @@ class Engine:
         """
         return self._submit(prompt, options, keeps_chunks=False, generate=False).result().usage
 
+    def plan(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> ReusePlan:
+        """What a request would reuse now, at what cost, from the code that would decide. Changes nothing.
+
+        Raises what `submit` does.
+        """
+        request = self._request(prompt, options)
+        return self._scheduler.inbox.call(lambda: forecast(self._state, request))
+
+    def _prefix(self, prompt: PromptInput, options: PromptOptions) -> tuple[str, Ids]:
+        """Namespace and ids. Raises InvalidRequestError, UnknownOptionError."""
+        request = self._request(prompt, cast("RequestOptions", {**options, "max_tokens": 0}))
+        return request.namespace, request.prompt.ids
+
     def _submit(
         self,
         prompt: PromptInput,
@@ -223,8 +240,15 @@ class Engine:
         generate: bool = True,
     ) -> Handle:
         submitted_s = time.monotonic()
+        request = self._request(prompt, options, generate=generate)
+        outbox = Outbox(keeps_chunks=keeps_chunks)
+        self._scheduler.inbox.submit(Submission(request, outbox, submitted_s))
+        return Handle(request, outbox, self, shows_progress=self._shows_progress)
+
+    def _request(self, prompt: PromptInput, options: RequestOptions, *, generate: bool = True) -> Request:
+        """Check and tokenize, on the caller's thread."""
         self._check_process()
-        request = build_request(
+        return build_request(
             prompt,
             options,
             request_id=RequestId(next(self._request_ids)),
@@ -236,9 +260,6 @@ class Engine:
             generate=generate,
             texts=None if self._traits.exact else self._texts,
         )
-        outbox = Outbox(keeps_chunks=keeps_chunks)
-        self._scheduler.inbox.submit(Submission(request, outbox, submitted_s))
-        return Handle(request, outbox, self, shows_progress=self._shows_progress)
 
     # -- slots --
 

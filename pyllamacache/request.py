@@ -193,6 +193,29 @@ class Request:
     return_logits: bool = False
     generate: bool = True
     timeout_s: float | None = None
+    priority: int = 0
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """What a request would reuse if it were sent now. Nothing was changed to find out."""
+
+    matched_tokens: int
+    """Longest common prefix with anything held in the namespace, in any tier."""
+    resumable_tokens: int
+    """Where it would resume: its `cached_tokens`."""
+    prefill_tokens: int
+    source: Source
+    reason: Reason
+    position: int
+    """As in `CacheReport`."""
+    restore_bytes: int
+    """To be moved from host memory or disk before the prefill begins."""
+    expected_s: float
+    """Restore and prefill at the rates measured so far; nan before the first prefill of a whole `n_ubatch`."""
+    must_wait: bool
+    """For a slot, or for a running request that is computing the same prefix; the other fields are as of now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,12 @@ class Mark:
         """May be given up for something better."""
         return not (self.n_users or self.n_pins)
 
+    def refresh(self, priority: int, expires_s: float | None) -> None:
+        """A request wants it kept: as long, and for as much, as whoever wants it most."""
+        self.priority = max(self.priority, priority)
+        if self.expires_s is not None:
+            self.expires_s = None if expires_s is None else max(self.expires_s, expires_s)
+
     def ids(self) -> Ids:
         """Its whole prefix; a copy, shape (position,)."""
         edges = []

@@ -1,7 +1,7 @@
 """Which checkpoint goes when there is no room for another.
 
     1. stranded: no slot holds the KV cells before it, so nothing can resume from it; the longest unused first
-    2. periodic and rolling: whose loss leaves the smallest gap between its neighbours
+    2. of the lowest priority there is: periodic and rolling, whose loss leaves the smallest gap between its neighbours
     3. semantic: by the gap left between its neighbours, times hits, over age and bytes
 
 Never: pinned or in use, the deepest of what a slot holds, and the first on the way there (the header's, as a rule).
@@ -81,6 +81,7 @@ def choose_victim(
     taker: SlotId | None = None,
     is_optional: bool,
     gap: int,
+    priority: int = 1 << 30,
 ) -> tuple[Checkpoint, Eviction] | None:
     """The next one to go so that a newcomer finds room, or None: the newcomer has to do without.
 
@@ -90,6 +91,7 @@ def choose_victim(
         taker: the slot it is taken from; None: it comes from elsewhere.
         is_optional: the newcomer is of the second class.
         gap: tokens between the newcomer and its nearest ancestor.
+        priority: of the newcomer, which displaces nothing of a higher one.
     """
     free = [node for node in nodes if node.is_free and node.is_ready]
     if holdings.needs_span:
@@ -97,6 +99,10 @@ def choose_victim(
         stranded = [node for node in free if id(node) not in resident]
         if stranded:
             return min(stranded, key=lambda node: (node.last_used, -node.position)), Eviction.STRANDED
+    lowest = min((node.priority for node in free), default=0)
+    if lowest > priority:
+        return None
+    free = [node for node in free if node.priority == lowest]
     shield = holdings.shielded(newcomer, taker)
     second = [node for node in free if node.is_second_class and shield.get(id(node), 0) < 1 + (not is_optional)]
     if second:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import GrammarError, NativeError, RequestTimeoutError
-from ..prefix.plan import Plan, Wait, plan
-from ..request import CacheReport, Chunk, Completion, Reason, Source, Timings, Usage
+from ..prefix.plan import Plan, SlotView, Wait, plan
+from ..request import CacheReport, Chunk, Completion, Reason, ReusePlan, SlotId, Source, Timings, Usage
 from ..text.decode import TextStream
 from . import restore
-from .await_prefix import look_for_capture, must_await
+from .await_prefix import awaited, is_being_captured, look_for_capture, must_await
 from .jobs import Job
 from .slots import TokenBuffer
 from .spans import reusable
@@ -98,13 +98,20 @@ def admit(state: SchedulerState) -> None:
     state.refused_at = (state.n_changes, len(state.queue))
 
 
-def choose(state: SchedulerState, request: Request) -> tuple[Plan | Wait, StoredPrefix]:
-    """What the request would reuse now, and what is stored of it. Effects: none."""
+def choose(state: SchedulerState, request: Request, *, as_if_idle: bool = False) -> tuple[Plan | Wait, StoredPrefix]:
+    """What the request would reuse now, and what is stored of it. Effects: none.
+
+    With `as_if_idle` there is one more slot, which is empty.
+    """
     ids, namespace = request.prompt.ids, request.namespace
     stored = state.stored(namespace, ids)
+    views = state.views(stored.matches[0])
+    if as_if_idle:
+        views.append(SlotView(SlotId(-1), False, ids[:0], namespace, 0, 0, 0))
+        request = replace(request, slot=None)
     chosen = plan(
         ids,
-        state.views(stored.matches[0]),
+        views,
         rules=state.rules,
         namespace=namespace,
         checkpoints=sorted(stored.checkpoints()),
@@ -118,6 +125,32 @@ def choose(state: SchedulerState, request: Request) -> tuple[Plan | Wait, Stored
         if evicted:
             chosen = replace(chosen, reason=Reason.EVICTED, position=evicted)
     return chosen, stored
+
+
+def forecast(state: SchedulerState, request: Request) -> ReusePlan:
+    """What the request would reuse if it were admitted now. Effects: none, but what has expired is given up."""
+    chosen, stored = choose(state, request)
+    must_wait = isinstance(chosen, Wait)
+    if isinstance(chosen, Wait):  # as if it could run in a slot of its own
+        chosen, stored = choose(state, request, as_if_idle=True)
+        assert isinstance(chosen, Plan)
+    else:
+        is_awaited = awaited(state, request, chosen) is not None or is_being_captured(state, request, chosen)
+        must_wait = is_awaited or not _fits(state, request, chosen)
+    source, n_bytes, load_s = restore.cost(state, chosen, stored)
+    n_prefill = len(request.prompt) - chosen.resume_tokens
+    per_token = state.checkpoints.rates.prefill_s_per_token
+    return ReusePlan(
+        matched_tokens=chosen.matched_tokens,
+        resumable_tokens=chosen.resume_tokens,
+        prefill_tokens=n_prefill,
+        source=source,
+        reason=chosen.reason,
+        position=chosen.position,
+        restore_bytes=n_bytes,
+        expected_s=math.nan if per_token is None else n_prefill * per_token + load_s,
+        must_wait=must_wait,
+    )
 
 
 def _fits(state: SchedulerState, request: Request, chosen: Plan) -> bool:
@@ -180,8 +213,12 @@ def _start(state: SchedulerState, submission: Submission, chosen: Plan, stored: 
     state.touch(slot)
     state.running.append(job)
     job.restore_started_s = state.clock()
+    state.touch_donor(chosen.donor_id, slot)
     _restore(state, job, stored)
     slot.namespace = request.namespace
+    slot.priority = request.priority
+    slot.expires_s = None if request.ttl_s is None else state.clock() + request.ttl_s
+    state.expiry.note(slot.expires_s)
     if job.restore is None:
         restore.finish(state, job)
 

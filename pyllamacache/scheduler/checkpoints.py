@@ -212,7 +212,7 @@ class Checkpoints:
         if not self._reserve_staging(n_bytes):
             self._refuse("no_room")
             return None
-        block = self._find_room(n_bytes, kind, path, len(ids), slot.slot_id)
+        block = self._find_room(n_bytes, kind, path, len(ids), slot.slot_id, slot.namespace)
         if block is None:
             return None
         if self._mode != "host":  # which it stays
@@ -230,6 +230,8 @@ class Checkpoints:
             self._want(slot, kind)
             return None
         node = self._add(slot.namespace, ids, kind, block)
+        node.priority, node.expires_s = slot.priority, slot.expires_s
+        self._room.retention.changed(node)
         self._in_flight.append(_InFlight(node, capture))
         self.poll()
         self._expect()
@@ -277,6 +279,7 @@ class Checkpoints:
         self._blocks[node] = block
         self._taken_s[node] = self._clock()
         self.used_bytes += node.n_bytes
+        self._room.charge(node.namespace, node.n_bytes)
         self.has_changed = True
         return node
 
@@ -284,6 +287,7 @@ class Checkpoints:
         self.index.remove(node, is_evicted=is_evicted)
         del self._taken_s[node]
         self.used_bytes -= node.n_bytes
+        self._room.charge(node.namespace, -node.n_bytes)
         block = self._blocks.pop(node)
         if node.n_users:
             self._orphans[node] = block
@@ -310,9 +314,9 @@ class Checkpoints:
             self.is_on and self._has_budget_for(n_bytes) and n_bytes <= self._pool.limit_bytes - self._pool.used_bytes
         )
 
-    def room_for(self, n_bytes: int, kind: CheckpointKind) -> Block | None:
+    def room_for(self, n_bytes: int, kind: CheckpointKind, namespace: str = "") -> Block | None:
         """Memory for a checkpoint that comes from elsewhere; counted until it is `put` or `abandon`ed."""
-        block = self._find_room(n_bytes, kind, [], 0) if self.is_on else None
+        block = self._find_room(n_bytes, kind, [], 0, namespace=namespace) if self.is_on else None
         if block is not None:
             self._pending.append(block)
         return block
@@ -349,6 +353,7 @@ class Checkpoints:
         path: list[Checkpoint],
         position: int,
         taker: SlotId | None = None,
+        namespace: str = "",
     ) -> Block | None:
         """The count and the bytes of checkpoints are theirs alone; the pool they share with spans."""
         if n_bytes > min(self.budget.checkpoint_bytes, self._pool.limit_bytes):
@@ -357,10 +362,10 @@ class Checkpoints:
         gap = position - (path[-1].position if path else 0)
         holdings = None
         while True:
+            priority = 0 if taker is None else self._slots[taker].priority
             if self._has_budget_for(n_bytes):
-                priority = 0 if taker is None else self._slots[taker].priority
                 newcomer = Newcomer(gap, kind.is_optional, priority, path, taker)
-                block = self._room.allocate(n_bytes, newcomer)
+                block = self._room.allocate(n_bytes, newcomer, namespace)
                 if block is None:
                     self._refuse("no_room")
                 return block
@@ -373,6 +378,7 @@ class Checkpoints:
                 taker=taker,
                 is_optional=kind.is_optional,
                 gap=gap,
+                priority=priority,
             )
             if victim is None:
                 self._refuse("no_room")
@@ -469,18 +475,22 @@ class Checkpoints:
         self._n_restored += 1
         self.has_changed = True
 
-    def clear_expired(self, now_s: float) -> None:
-        for node in [node for node in self._blocks if node.expires_s is not None and node.expires_s <= now_s]:
-            if node.is_free:
-                self.drop(node, Eviction.EXPIRED)
-
     def data(self, node: Checkpoint) -> Block:
         """Where its bytes are; the block stays the checkpoint's."""
         return self._blocks[node]
 
-    def touch(self, nodes: Iterable[Checkpoint], boundaries: Collection[int] = ()) -> None:
+    def touch(
+        self,
+        nodes: Iterable[Checkpoint],
+        boundaries: Collection[int] = (),
+        *,
+        priority: int = 0,
+        expires_s: float | None = None,
+    ) -> None:
         """The latest request's prompt goes past them, and its caller wants some of them."""
         for node in nodes:
+            node.refresh(priority, expires_s)
+            self._room.retention.changed(node)
             self._meet(node, CheckpointKind.BOUNDARY if node.position in boundaries else node.kind)
 
     # ---- budget ----
@@ -488,6 +498,7 @@ class Checkpoints:
     def set_budget(self, budget: CacheBudget) -> None:
         """Give up what no longer fits, the least valuable first, and return the memory to the system."""
         self.budget = budget
+        self._room.set_namespace_bytes(budget.namespace_bytes)
         self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
         over = self._pool.set_limit(budget.host_bytes)
         while len(self._blocks) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes:

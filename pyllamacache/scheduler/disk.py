@@ -89,6 +89,8 @@ class DiskTier:
             ThreadPoolExecutor(1, thread_name_prefix=f"pyllamacache-disk-{name}") for name in ("write", "read")
         )
         self.index = PrefixIndex()
+        self.on_expires: Callable[[float | None], None] = lambda _: None
+        """Is told when an entry that was found will expire."""
         self._token = 0
         self._by_key: dict[tuple[str, bytes], Mark] = {}
         self._orphans: dict[bytes, list[DiskEntry]] = {}
@@ -145,6 +147,7 @@ class DiskTier:
         mark.key, mark.priority, mark.hits = entry.key, entry.priority, entry.hits
         if entry.expires_s is not None:
             mark.expires_s = self._clock() + entry.expires_s - self._wall_clock()
+            self.on_expires(mark.expires_s)
         self._by_key[entry.kind, entry.key] = mark
 
     def adopt(self, namespace: str, ids: Ids) -> None:
@@ -248,12 +251,10 @@ class DiskTier:
             return future
 
     def _written(self, future: Future[bool]) -> None:
-        try:
-            is_there = future.result()
-        except PyLlamaCacheError:
+        error = future.exception()  # raised here it would hold this frame, hence the future, itself and the bytes
+        if isinstance(error, PyLlamaCacheError):
             self.n_failed += 1
-            return
-        if is_there:
+        elif future.result():
             self.n_written += 1
             self.refresh()
         else:

@@ -43,22 +43,27 @@ class Parking:
             return
         state, n_tokens = self._state, len(slot)
         outgrown = state.index.parked_within(slot.namespace, slot.tokens.ids)
-        seq_id = self._take_id()
+        if self.park_prefix(slot, n_tokens) is not None:
+            for each in outgrown:
+                if each.is_free and each.node is not None:
+                    self.cut(each.seq_id, 0, is_outgrown=True)
+
+    def park_prefix(self, slot: SlotState, n_tokens: int) -> Parked | None:
+        """Hold the first `n_tokens` of a slot's cells by a sequence of their own. None: it could not be had."""
+        seq_id = self._take_id() if self.is_on else None
         if seq_id is None:
-            return
+            return None
+        state = self._state
         try:
             state.backend.share_span(slot.slot_id, seq_id, n_tokens)
         except NativeError:
             self._free.append(seq_id)
-            return
+            return None
         state.ledger.share(slot.slot_id, seq_id, n_tokens)
-        parked = state.index.park(slot.namespace, slot.tokens.ids, seq_id)
+        parked = state.index.park(slot.namespace, slot.tokens.slice(0, n_tokens), seq_id)
         parked.last_used, parked.priority, parked.expires_s = slot.last_used, slot.priority, slot.expires_s
-        for each in outgrown:
-            if not each.n_users and each.seq_id != seq_id:
-                parked.n_pins += each.n_pins
-                self.cut(each.seq_id, 0, is_outgrown=True)
         state.n_changes += 1
+        return parked
 
     def _is_held_elsewhere(self, slot: SlotState) -> bool:
         state, ids = self._state, slot.tokens.ids

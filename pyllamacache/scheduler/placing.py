@@ -29,7 +29,7 @@ def plan_captures(state: SchedulerState, job: Job) -> None:
         return
     traits = state.traits
     on_the_way = checkpoints.index.path(request.namespace, request.prompt.ids)
-    checkpoints.touch(on_the_way, request.boundaries)
+    checkpoints.touch(on_the_way, request.boundaries, priority=slot.priority, expires_s=slot.expires_s)
     job.placements = list(
         place(
             resume=len(slot),

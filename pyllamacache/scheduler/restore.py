@@ -22,6 +22,7 @@ from ..request import Reason, Source
 from .placing import plan_captures
 
 if TYPE_CHECKING:
+    from ..prefix.plan import Plan
     from ..prefix.stored import StoredPrefix
     from ..store.host import Block
     from .jobs import Job
@@ -80,6 +81,23 @@ def lease(state: SchedulerState, job: Job, stored: StoredPrefix) -> Restore | No
         _hold_checkpoint(state, restore, checkpoint)
     job.source = Source.DISK if is_far or len(restore.held) < len(spans) else Source.HOST
     return restore
+
+
+def cost(state: SchedulerState, chosen: Plan, stored: StoredPrefix) -> tuple[Source, int, float]:
+    """Where what a plan reuses comes from, bytes to move and seconds for that. Effects: none."""
+    checkpoint = stored.checkpoints().get(chosen.resume_tokens) if state.rules.has_state else None
+    takes_state = chosen.source in (Source.HOST, Source.CHECKPOINT) and checkpoint is not None
+    spans = stored.chain(chosen.held_tokens) if chosen.source is Source.HOST else []
+    marks: list[Span | Checkpoint] = [span for span in spans if span.start < chosen.resume_tokens]
+    if takes_state and checkpoint is not None:
+        marks.append(checkpoint)
+    source, load_s = chosen.source, 0.0
+    for mark in marks:
+        is_here = mark in state.spans.blocks if isinstance(mark, Span) else state.checkpoints.has(mark)
+        load_s += state.checkpoints.rates.load_s("host" if is_here else "disk", mark.n_bytes)
+        if not is_here:
+            source = Source.DISK
+    return source, sum(mark.n_bytes for mark in marks), load_s
 
 
 def begin(state: SchedulerState, job: Job, restore: Restore) -> None:
@@ -162,9 +180,10 @@ def _fetch_ahead(state: SchedulerState, restore: Restore) -> None:
         if mark in restore.fetches or mark in state.spans.blocks or state.disk is None:
             continue
         if isinstance(mark, Checkpoint):
-            block = state.checkpoints.room_for(mark.n_bytes, mark.kind)
+            block = state.checkpoints.room_for(mark.n_bytes, mark.kind, mark.namespace)
         else:
-            block = state.room.allocate(mark.n_bytes, Newcomer(mark.n_tokens, priority=mark.priority))
+            newcomer = Newcomer(mark.n_tokens, priority=mark.priority)
+            block = state.room.allocate(mark.n_bytes, newcomer, mark.namespace)
         if block is None:
             return
         restore.fetches[mark] = _Fetch(block, state.disk.fetch(mark, block), state.clock())
@@ -190,6 +209,7 @@ def _is_here(state: SchedulerState, restore: Restore, span: Span) -> bool:
         here = state.spans.put(span.namespace, ids, fetch.block)
         here.key, here.priority, here.expires_s = span.key, span.priority, span.expires_s
         state.room.retention.changed(here)
+        state.expiry.note(here.expires_s)
     state.spans.hold(here)
     restore.held.append(here)
     restore.ends[here] = restore.ends.pop(span)
@@ -200,11 +220,10 @@ def _is_here(state: SchedulerState, restore: Restore, span: Span) -> bool:
 def _was_read(state: SchedulerState, mark: Span | Checkpoint, fetch: _Fetch) -> bool:
     disk = state.disk
     assert disk is not None
-    try:
-        is_there = fetch.future.result()
-    except PyLlamaCacheError:
-        is_there = False
-        state.metrics.count("failed_reads")
+    # raised here the error would hold this frame, hence the future, itself and the bytes
+    is_failed = isinstance(fetch.future.exception(), PyLlamaCacheError)
+    is_there = not is_failed and fetch.future.result()
+    disk.n_failed += is_failed
     if is_there:
         state.checkpoints.rates.loaded("disk", mark.n_bytes, state.clock() - fetch.started_s)
         disk.n_read += 1
@@ -287,6 +306,7 @@ def _has_state(state: SchedulerState, job: Job, restore: Restore) -> bool:
         if node is not None:
             node.key, node.priority, node.expires_s = checkpoint.key, checkpoint.priority, checkpoint.expires_s
             state.room.retention.changed(node)
+            state.expiry.note(node.expires_s)
             _hold_checkpoint(state, restore, node)
         restore.checkpoint = node
     else:

@@ -134,7 +134,7 @@ class Spans:
         block = None
         try:
             n_bytes = state.backend.span_size(seq_id, start, end)
-            block = state.room.allocate(n_bytes, Newcomer(end - start, priority=holder.priority))
+            block = state.room.allocate(n_bytes, Newcomer(end - start, priority=holder.priority), namespace)
             if block is None:
                 self.n_refused += 1
                 return False
@@ -161,10 +161,12 @@ class Spans:
         span, shorter = state.index.add_span(namespace, ids, len(block.data))
         self.blocks[span] = block
         self.used_bytes += span.n_bytes
+        state.room.charge(namespace, span.n_bytes)
         span.last_used = state.checkpoints.now
         for each in shorter:
-            span.n_pins += each.n_pins
             self.drop(each, None)
+        if len(state.pins):
+            state.pins.renew(namespace)
         return span
 
     # ---- giving up ----
@@ -177,6 +179,7 @@ class Spans:
         state.index.remove(span, is_evicted=is_missed)
         block = self.blocks.pop(span)
         self.used_bytes -= span.n_bytes
+        state.room.charge(span.namespace, -span.n_bytes)
         if span.n_users:
             self._orphans[span] = block
         else:

@@ -22,6 +22,7 @@ from ..request import SlotId
 from ..text.transcripts import Transcripts
 from .audit import audit
 from .checkpoints import Checkpoints
+from .keeping import Expiry, Pins
 from .parking import Parking
 from .room import Room
 from .slots import SlotInfo, SlotState
@@ -70,6 +71,10 @@ class SchedulerState:
         self.checkpoints = Checkpoints(backend, self.slots, self.room, budget, clock, self.index)
         self.spans = Spans(self)
         self.room.give_up = self._give_up
+        self.room.set_namespace_bytes(budget.namespace_bytes)
+        self.pins = Pins(self)
+        self.expiry = Expiry(self)
+        self.checkpoints.on_ready = self._checkpoint_is_ready
         self.disk: DiskTier | None = None
         self.parking = Parking(self)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
@@ -90,8 +95,10 @@ class SchedulerState:
     def attach_disk(self, disk: DiskTier) -> None:
         """From now on what is stored in host memory is written to disk as well, behind it."""
         self.disk = disk
+        disk.on_expires = self.expiry.note
+        for mark in (*disk.index.spans, *disk.index.checkpoints):
+            self.expiry.note(mark.expires_s)
         self.spans.on_saved = self._offer_span
-        self.checkpoints.on_ready = self._offer_checkpoint
 
     def _holdings(self) -> Holdings:
         return self.checkpoints.holdings()
@@ -108,6 +115,11 @@ class SchedulerState:
 
         if self.disk is not None:
             self.disk.offer(span, span.ids(), hold, lambda: self.spans.let_go(span))
+
+    def _checkpoint_is_ready(self, node: Checkpoint) -> None:
+        self._offer_checkpoint(node)
+        if len(self.pins):
+            self.pins.renew(node.namespace)
 
     def _offer_checkpoint(self, node: Checkpoint) -> None:
         def hold() -> Block | None:
@@ -134,10 +146,12 @@ class SchedulerState:
     def stored(self, namespace: str, ids: Ids) -> StoredPrefix:
         """What host memory and disk have of a prompt."""
         self.checkpoints.poll()
-        matches = [self.index.match(namespace, ids)]
         if self.disk is not None:
             self.disk.refresh()
             self.disk.adopt(namespace, ids)
+        self.expiry.sweep()
+        matches = [self.index.match(namespace, ids)]
+        if self.disk is not None:
             matches.append(self.disk.index.match(namespace, ids))
         return StoredPrefix(tuple(matches), self._is_worth_loading)
 
@@ -167,6 +181,14 @@ class SchedulerState:
             seq_id, namespace, used = parked.seq_id, parked.namespace, parked.last_used
             views.append(SlotView(seq_id, False, held, namespace, 1, len(held), used, is_parked=True))
         return views
+
+    def touch_donor(self, donor_id: SlotId | None, slot: SlotState) -> None:
+        """What a parked sequence holds was of use to what runs in `slot` now."""
+        if donor_id is not None and donor_id >= len(self.slots):
+            parked = self.index.parked_by(donor_id)
+            parked.last_used = slot.last_used
+            parked.hits += 1
+            parked.refresh(slot.priority, slot.expires_s)
 
     @contextmanager
     def lease(self, seq_id: SlotId | None) -> Iterator[None]:

@@ -17,6 +17,7 @@ from .validate import (
     check_ids,
     check_max_tokens,
     check_namespace,
+    check_priority,
     check_sampling,
     check_slot,
     check_stop,
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 
     PromptInput = str | Sequence[int] | Ids
     """Text, or token ids."""
+
+
+class PromptOptions(TypedDict, total=False):
+    """What says which prefix a prompt is, as in `RequestOptions`."""
+
+    namespace: str
+    add_special: bool
+    parse_special: bool
+    match_text: bool
 
 
 class RequestOptions(TypedDict, total=False):
@@ -46,6 +56,10 @@ class RequestOptions(TypedDict, total=False):
     """Reuse what is held; default True."""
     store: bool
     """Leave the result in the slot for later requests; default True."""
+    priority: int
+    """-100 to 100, default 0: what a request of lower priority leaves is given up first, in every tier."""
+    ttl_s: float | None
+    """Seconds after which what the request leaves is given up, unless a later one uses it; default: never."""
     slot: int | None
     """Run in this slot, waiting for it if it is busy; default: the one that serves best."""
     namespace: str
@@ -96,6 +110,8 @@ _WARM = frozenset(
         "timeout_s",
         "cache_prompt",
         "store",
+        "priority",
+        "ttl_s",
         "slot",
         "namespace",
         "boundaries",
@@ -162,6 +178,8 @@ def build_request(
         return_logits=check_flag(given.get("return_logits", False), field="return_logits"),
         generate=generate,
         timeout_s=check_timeout(given.get("timeout_s")),
+        priority=check_priority(given.get("priority", 0)),
+        ttl_s=check_timeout(given.get("ttl_s"), field="ttl_s"),
     )
     if len(request.prompt) + max_tokens > n_ctx:
         raise RequestTooLongError(len(request.prompt), max_tokens, n_ctx, "n_ctx")

@@ -132,6 +132,11 @@ def check_namespace(value: object) -> str:
     return _encodable(value, "namespace")
 
 
+def check_priority(value: object) -> int:
+    """How long what a request leaves is kept beside that of others."""
+    return _integer(value, "priority", -100, 100)
+
+
 def check_timeout(value: object, *, field: str = "timeout_s") -> float | None:
     """Seconds above zero, or None for no limit. Infinity is no limit."""
     if value is None:
