@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
-    from .cache import Cache, CacheEntry
+    from .cache import Cache, CacheEntry, CachePrefix
     from .config import CacheConfig, Layout, Memory
     from .engine import Engine
     from .errors import PyLlamaCacheError
     from .model import Model
-    from .observe.metrics import CheckpointCounts, Statistics
+    from .observe.metrics import CheckpointCounts, Statistics, TierCounts
     from .request import (
         CacheReport,
         CheckpointKind,
         Chunk,
         Completion,
         Reason,
+        ReusePlan,
         Source,
         Timings,
         TokenLogprob,
@@ -38,6 +39,7 @@ _HOMES = {
     "Cache": "cache",
     "CacheConfig": "config",
     "CacheEntry": "cache",
+    "CachePrefix": "cache",
     "CacheReport": "request",
     "CheckpointCounts": "observe.metrics",
     "CheckpointKind": "request",
@@ -51,9 +53,11 @@ _HOMES = {
     "PyLlamaCacheError": "errors",
     "Reason": "request",
     "RequestOptions": "text.options",
+    "ReusePlan": "request",
     "Slot": "slot",
     "Source": "request",
     "Statistics": "observe.metrics",
+    "TierCounts": "observe.metrics",
     "Timings": "request",
     "TokenLogprob": "request",
     "Usage": "request",
@@ -63,6 +67,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheEntry",
+    "CachePrefix",
     "CacheReport",
     "CheckpointCounts",
     "CheckpointKind",
@@ -76,9 +81,11 @@ __all__ = [
     "PyLlamaCacheError",
     "Reason",
     "RequestOptions",
+    "ReusePlan",
     "Slot",
     "Source",
     "Statistics",
+    "TierCounts",
     "Timings",
     "TokenLogprob",
     "Usage",

@@ -79,6 +79,7 @@ class Cache:
                 return function()
             finally:
                 self._engine._state.report_checkpoints()
+                self._engine._state.report_tiers()
 
         return self._engine._scheduler.inbox.call(run)
 

@@ -38,6 +38,32 @@ class CheckpointCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TierCounts:
+    """What is kept of KV cells outside the slots, and what became of it. Counts but the first four grow."""
+
+    parked: int = 0
+    """Prefixes that hold cells on the device, beside the slots."""
+    parked_tokens: int = 0
+    spans: int = 0
+    """In host memory."""
+    span_bytes: int = 0
+    spans_saved: int = 0
+    spans_refused: int = 0
+    """Not copied to host memory: no room, or the native call failed."""
+    spans_evicted: int = 0
+    disk_waiting: int = 0
+    """Entries that are to be written, or being written."""
+    disk_written: int = 0
+    disk_refused: int = 0
+    """By the budget of the folder."""
+    disk_failed: int = 0
+    """Writes that an error ended."""
+    disk_read: int = 0
+    disk_lost: int = 0
+    """Entries that were gone or damaged when they were to be read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What an engine has done since it was made, and what it is doing. Token and request counts grow monotonically."""
 
@@ -69,6 +95,7 @@ class Statistics:
     """KV cells there are; 0 for memory without cells."""
     kv_tokens_used: int
     checkpoints: CheckpointCounts
+    tiers: TierCounts
 
     @property
     def hit_rate(self) -> float:
@@ -92,6 +119,11 @@ class Metrics:
         self._n_running = 0
         self._kv_tokens_used = 0
         self._checkpoints = CheckpointCounts()
+        self._tiers = TierCounts()
+
+    def tiers(self, counts: TierCounts) -> None:
+        with self._lock:
+            self._tiers = counts
 
     def checkpoints(self, counts: CheckpointCounts) -> None:
         with self._lock:
@@ -154,4 +186,5 @@ class Metrics:
                 kv_tokens=self._kv_tokens,
                 kv_tokens_used=self._kv_tokens_used,
                 checkpoints=self._checkpoints,
+                tiers=self._tiers,
             )

@@ -97,7 +97,7 @@ class DiskTier:
         """Entries that came before the span they continue, by its key."""
         self._waiting: deque[_Offer] = deque()
         self._writing: deque[tuple[_Offer, Future[bool]]] = deque()
-        self.n_written = self.n_refused = self.n_failed = self.n_read = 0
+        self.n_written = self.n_refused = self.n_failed = self.n_read = self.n_lost = 0
 
     # ---- what is there ----
 
@@ -216,6 +216,11 @@ class DiskTier:
     def being_written(self) -> list[Mark]:
         """Marks of the host's index that the writer has leased."""
         return [offer.mark for offer, _ in self._writing]
+
+    @property
+    def n_waiting(self) -> int:
+        """Entries that are to be written, or being written."""
+        return len(self._waiting) + len(self._writing)
 
     @property
     def is_busy(self) -> bool:

@@ -74,6 +74,7 @@ def _loop(state: SchedulerState, inbox: Inbox) -> None:
             load = (0, 0)
             state.checkpoints.finish_all()
             state.report_checkpoints()
+            state.report_tiers()
             state.metrics.load(*load, state.used_cells)
         if is_idle or inbox.has_items:
             has_more = is_idle and not inbox.has_items and store_when_idle(state)

@@ -66,6 +66,7 @@ def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
     capture_end(state, job)  # while the job still counts as running, which whoever ends it in an emergency relies on
     state.report_checkpoints()
     _release(state, job)
+    state.report_tiers()
     completion = Completion(
         text="".join(job.pieces),
         token_ids=tuple(job.generated),

@@ -229,6 +229,7 @@ def _was_read(state: SchedulerState, mark: Span | Checkpoint, fetch: _Fetch) -> 
         disk.n_read += 1
     else:
         disk.forget(mark)
+        disk.n_lost += 1
     return is_there
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, NativeError
+from ..observe.metrics import TierCounts
 from ..prefix.cells import CellLedger
 from ..prefix.evict import Cut, Victim
 from ..prefix.index import Checkpoint, Match, PrefixIndex, Span
@@ -233,6 +235,30 @@ class SchedulerState:
         namespace = slot.namespace if len(slot) or slot.is_busy else ""
         positions = tuple(node.position for node in self.checkpoints.held_by(slot))
         return SlotInfo(slot_id, slot.is_busy, namespace, slot.tokens.ids.copy(), positions)
+
+    def report_tiers(self) -> None:
+        """Tell the statistics what is kept outside the slots."""
+        parked, spans, disk = self.index.parked, self.spans, self.disk
+        counts = TierCounts(
+            parked=len(parked),
+            parked_tokens=sum(each.position for each in parked),
+            spans=len(spans.blocks),
+            span_bytes=spans.used_bytes,
+            spans_saved=spans.n_saved,
+            spans_refused=spans.n_refused,
+            spans_evicted=spans.n_evicted,
+        )
+        if disk is not None:
+            counts = replace(
+                counts,
+                disk_waiting=disk.n_waiting,
+                disk_written=disk.n_written,
+                disk_refused=disk.n_refused,
+                disk_failed=disk.n_failed,
+                disk_read=disk.n_read,
+                disk_lost=disk.n_lost,
+            )
+        self.metrics.tiers(counts)
 
     def report_checkpoints(self) -> None:
         """Tell the statistics, if there is anything to tell."""

@@ -70,7 +70,8 @@ def test_a_plan_counts_the_bytes_that_have_to_move(new_engine: NewEngine) -> Non
 def test_a_plan_for_a_busy_engine_says_that_it_has_to_wait(new_engine: NewEngine) -> None:
     engine = new_engine("full", n_slots=1)
     handle = engine.submit(joined(HEADER, TALK), max_tokens=600)
-    next(iter(handle))
+    chunks = iter(handle)  # which cancels the request when it is dropped
+    next(chunks)
     planned = engine.plan(joined(HEADER, TALK[::-1]))
     assert planned.must_wait
     assert planned.resumable_tokens == len(HEADER)
