@@ -170,7 +170,7 @@ class CacheConfig:
         if self.disk_dir is not None:
             if not isinstance(self.disk_dir, (str, os.PathLike)) or not os.fspath(self.disk_dir):
                 raise ConfigError("disk_dir", self.disk_dir, "the path of a folder, or None")
-            object.__setattr__(self, "disk_dir", os.fspath(self.disk_dir))
+            object.__setattr__(self, "disk_dir", os.path.expanduser(os.fspath(self.disk_dir)))
         for field in ("checkpoint_bytes", "host_bytes", "namespace_bytes", "disk_bytes"):
             value = getattr(self, field)
             if value is not None:  # words become numbers, so that equal limits are equal

@@ -181,6 +181,7 @@ class Engine:
         tier = DiskTier(
             store, kind_of=kind_of, wall_clock=time.time, clock=time.monotonic, wake=self._scheduler.inbox.wake
         )
+        tier.refresh()
         self._state.attach_disk(tier)
 
     # -- requests --

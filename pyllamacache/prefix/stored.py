@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .index import Checkpoint, Match, Span
 
 
-def _always(_: Span) -> bool:
+def _always(_mark: Span | Checkpoint, _n_tokens: int) -> bool:
     return True
 
 
@@ -20,8 +20,8 @@ class StoredPrefix:
     """Matches of a prompt in the indexes of several tiers, the fastest first. Valid until one of them changes."""
 
     matches: tuple[Match, ...]
-    is_worth: Callable[[Span], bool] = _always
-    """Whether putting a span back takes less time than computing it."""
+    is_worth: Callable[[Span | Checkpoint, int], bool] = _always
+    """Whether putting it back takes less time than computing the tokens that it saves."""
     _chains: dict[int, list[Span]] = field(default_factory=dict, repr=False)
 
     @property
@@ -47,7 +47,7 @@ class StoredPrefix:
             best, end = None, reach
             for match in self.matches:
                 span = match.spans.get(start)
-                if span is not None and match.usable_end(span) > end and self.is_worth(span):
+                if span is not None and match.usable_end(span) > end and self.is_worth(span, span.n_tokens):
                     best, end = span, match.usable_end(span)
             if best is None:
                 return found
@@ -67,10 +67,16 @@ class StoredPrefix:
         return self.usable_end(chain[-1]) if chain else held_tokens
 
     def checkpoints(self) -> dict[int, Checkpoint]:
-        """By position: of several at one, that of the fastest tier."""
+        """By position: of several at one, that of the fastest tier, if it is worth it beside the one before."""
         found: dict[int, Checkpoint] = {}
         for match in self.matches:
             for each in match.checkpoints:
                 if each.is_ready:
                     found.setdefault(each.position, each)
-        return found
+        kept: dict[int, Checkpoint] = {}
+        before = 0
+        for position, each in sorted(found.items()):
+            if self.is_worth(each, position - before):
+                kept[position] = each
+                before = position
+        return kept

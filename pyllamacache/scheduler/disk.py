@@ -132,8 +132,9 @@ class DiskTier:
     def _add(self, entry: DiskEntry, ids: Ids) -> None:
         mark: Mark
         if entry.kind == "span":
-            known = self.index.match(entry.namespace, ids).spans.get(entry.start)
-            if known is not None and known.position >= entry.end and known.namespace == entry.namespace:
+            match = self.index.match(entry.namespace, ids)
+            known = match.spans.get(entry.start)
+            if known is not None and match.usable_end(known) >= entry.end:
                 return
             mark, shorter = self.index.add_span(entry.namespace, ids, entry.n_bytes)
             for each in shorter:

@@ -132,6 +132,8 @@ def advance_all(state: SchedulerState) -> None:
     restoring = [job for job in state.running if job.restore is not None]
     is_alone = len(restoring) == len(state.running)
     for job in restoring:
+        if job.is_waiting:
+            continue  # others compete for the cells that this would take
         _advance(state, job, 1 << 30 if is_alone else SPANS_PER_STEP)
 
 
@@ -201,8 +203,9 @@ def _is_here(state: SchedulerState, restore: Restore, span: Span) -> bool:
         fetch.block.release()
         return False
     ids = span.ids()
-    there = state.index.match(span.namespace, ids).spans.get(span.start)
-    if there is not None and there.position >= span.position:  # another job was quicker
+    match = state.index.match(span.namespace, ids)
+    there = match.spans.get(span.start)
+    if there is not None and match.usable_end(there) >= span.position:  # another job was quicker
         fetch.block.release()
         here = there
     else:

@@ -127,8 +127,11 @@ class Spans:
 
     def _save(self, seq_id: SlotId, holder: Parked | SlotState, ids: Ids, start: int, end: int) -> bool:
         state, namespace = self._state, holder.namespace
-        match = state.index.match(namespace, ids[:start]) if start else None
-        above = None if match is None else match.spans.get(start - state.index.span_tokens)
+        match = state.index.match(namespace, ids[:end])
+        there = match.spans.get(start)
+        if there is not None and match.usable_end(there) >= end:  # since it was found missing
+            return True
+        above = match.spans.get(start - state.index.span_tokens)
         if above is not None:
             above.n_users += 1
         block = None

@@ -157,11 +157,14 @@ class SchedulerState:
             matches.append(self.disk.index.match(namespace, ids))
         return StoredPrefix(tuple(matches), self._is_worth_loading)
 
-    def _is_worth_loading(self, span: Span) -> bool:
-        tier = "host" if span in self.spans.blocks else "disk"
-        if tier == "disk" and span.n_bytes > self.room.pool.limit_bytes:
+    def _is_worth_loading(self, mark: Span | Checkpoint, n_tokens: int) -> bool:
+        is_here = mark in self.spans.blocks if isinstance(mark, Span) else self.checkpoints.has(mark)
+        if isinstance(mark, Checkpoint) and is_here:
+            return True  # placing has seen to that
+        if not is_here and mark.n_bytes > self.room.pool.limit_bytes:
             return False  # there is no way around host memory
-        return self.checkpoints.rates.is_worth_loading(tier, span.n_bytes, span.n_tokens)
+        tier = "host" if is_here else "disk"
+        return self.checkpoints.rates.is_worth_loading(tier, mark.n_bytes, n_tokens)
 
     def views(self, match: Match) -> list[SlotView]:
         """Every slot, and of what is parked the one that holds most of a prompt."""

@@ -79,6 +79,30 @@ def test_a_plan_for_a_busy_engine_says_that_it_has_to_wait(new_engine: NewEngine
     handle.result()
 
 
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_what_takes_longer_to_fetch_than_to_compute_is_computed(
+    kind: str, new_engine: NewEngine, tmp_path: Path
+) -> None:
+    cache = CacheConfig(disk_dir=tmp_path)
+    engine = new_engine(kind, cache=cache)
+    engine.complete(joined(HEADER, TALK), max_tokens=2)
+    engine.close()
+    engine = new_engine(kind, cache=cache)
+    prompt = joined(HEADER, TALK, TALK)
+    assert engine.plan(prompt).source == "disk"
+    rates = engine._state.checkpoints.rates
+    rates.prefilled(1000, 1.0)
+    rates.loaded("disk", 1000, 3600.0)
+    slow = engine.plan(prompt)
+    assert (slow.source, slow.resumable_tokens) == ("none", 0)
+    assert slow.expected_s == pytest.approx(len(prompt) / 1000)
+    for _ in range(40):
+        rates.loaded("disk", 1 << 30, 1.0)
+    fast = engine.plan(prompt)
+    assert fast.source == "disk"
+    assert fast.expected_s < slow.expected_s
+
+
 def test_a_plan_refuses_what_a_request_would_refuse(new_engine: NewEngine) -> None:
     engine = new_engine("full")
     with pytest.raises(InvalidRequestError):
