@@ -181,9 +181,10 @@ class Expiry:
                 self.note(slot.expires_s)
 
     def _is_over(self, mark: Checkpoint | Span | Parked, now_s: float) -> bool:
-        """Pinned and leased ones stay; later ones are noted."""
-        if mark.expires_s is None or not mark.is_free:
+        """Pinned ones stay; later ones are noted. Of leased ones the bytes stay as long as somebody reads them."""
+        if mark.expires_s is None:
             return False
-        if mark.expires_s > now_s:
+        if mark.n_pins or mark.expires_s > now_s:
             self.note(mark.expires_s)
-        return mark.expires_s <= now_s
+            return False
+        return True

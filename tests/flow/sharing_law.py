@@ -19,6 +19,7 @@ from pyllamacache.errors import NativeError
 from pyllamacache.prefix import index as prefix_index
 from pyllamacache.prefix.index import Match, PrefixIndex
 from pyllamacache.prefix.match import common_prefix_len
+from pyllamacache.store.disk import DiskStore
 from tests.flow.hold import before_step, held
 from tests.flow.law import Ids, Pair, joined, random_ids
 from tests.flow.tiers import always_load, audit, bytes_on_disk, store_behind
@@ -52,6 +53,10 @@ class Faults:
             if step.startswith("index."):
                 raise sqlite3.OperationalError("database is locked")
             raise OSError(errno.ENOSPC, "No space left on device")  # a new one: its frames hold the bytes
+
+    def store(self, *arguments: Any, **options: Any) -> DiskStore:
+        """Instead of `DiskStore`."""
+        return DiskStore(*arguments, before_step=self.before_disk_step, **options)
 
     def watch(self, engine: Any) -> None:
         backend = engine._state.backend
@@ -225,11 +230,8 @@ def law_pair(
     answers: dict[tuple[bytes, int], Any] | None = None,
 ) -> Iterator[tuple[Pair, Callable[[], Any]]]:
     """A pair whose engine under test has tiny budgets, and a way to open another one over the same folder."""
-    from pyllamacache import engine as engine_module
-    from pyllamacache.store.disk import DiskStore
-
     short_spans(monkeypatch)
-    monkeypatch.setattr(engine_module, "DiskStore", functools.partial(DiskStore, before_step=faults.before_disk_step))
+    monkeypatch.setattr("pyllamacache.engine.DiskStore", faults.store)
     options: dict[str, Any] = {"exact": exact, "n_ctx": N_CTX, "flash_attention": "off"}
     if not exact:
         options["kv_tokens"] = KV_TOKENS
