@@ -222,7 +222,6 @@ class Watcher(Protocol):
 
 
 _by_position = attrgetter("position")
-_NOTHING = Match(0, (), {}, None, 0, SPAN_TOKENS)
 
 
 class PrefixIndex:
@@ -285,7 +284,7 @@ class PrefixIndex:
         """All that is known of a prompt. Effects: none."""
         path, at = self._walk(namespace, ids)
         if not path:
-            return _NOTHING
+            return Match(0, (), {}, None, 0, self.span_tokens)
         checkpoints = [each for node in path for each in node.checkpoints if each.position <= at]
         spans: dict[int, Span] = {}
         for node in path:

@@ -199,7 +199,7 @@ def _is_here(state: SchedulerState, restore: Restore, span: Span) -> bool:
     if fetch is None or not fetch.future.done():
         return False
     del restore.fetches[span]
-    if not _was_read(state, span, fetch):
+    if not _was_read(state, span, fetch) or span.node is None:  # a longer one came meanwhile
         fetch.block.release()
         return False
     ids = span.ids()

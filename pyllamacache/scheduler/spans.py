@@ -75,7 +75,9 @@ class Spans:
 
     def save_some(self, n_tokens: int) -> bool:
         """Copy about so many tokens' cells of what is idle. False: there is nothing to do."""
-        left = n_tokens
+        left = n_tokens if self.is_on else 0
+        if not left:
+            return False
         for seq_id, holder, ids in self._idle():
             namespace, version = holder.namespace, (len(ids), holder.last_used)
             if self._seen.get(seq_id) == version:

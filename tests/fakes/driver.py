@@ -174,10 +174,13 @@ class Driver:
         for each in self.state.index.parked:
             parked.setdefault(each.namespace, []).append(each.ids())
         stored: dict[str, list[Ids]] = {}
-        for span in (*self.state.index.spans, *(self.state.disk.index.spans if self.state.disk is not None else ())):
+        for span in self.state.index.spans:
             stored.setdefault(span.namespace, []).append(span.ids())
         before = list(self.state.running)
         admit(self.state)
+        disk = None if self.state.disk is None else self.state.disk.index  # which admission has brought up to date
+        for mark in () if disk is None else (*disk.spans, *disk.checkpoints):
+            stored.setdefault(mark.namespace, []).append(mark.ids())
         self._note_parked()
         for job in self.state.running:
             if job in before:
