@@ -59,7 +59,6 @@ class Restore:
     """Leased: of host memory, not put back yet."""
     held_checkpoint: Checkpoint | None = None
     """Leased as well."""
-    is_cut_short: bool = False
 
 
 def lease(state: SchedulerState, job: Job, stored: StoredPrefix) -> Restore | None:
@@ -156,10 +155,10 @@ def _advance(state: SchedulerState, job: Job, n_spans: int) -> None:
             if span in restore.fetches:
                 _fetch_ahead(state, restore)
                 return
-            _cut_short(restore)
+            _cut_short(state, job, restore)
             break
         if not _append(state, job, restore, restore.spans.popleft()):
-            _cut_short(restore)
+            _cut_short(state, job, restore)
             break
         n_spans -= 1
         _fetch_ahead(state, restore)
@@ -241,7 +240,7 @@ def _was_read(state: SchedulerState, mark: Span | Checkpoint, fetch: _Fetch) -> 
 
 def _append(state: SchedulerState, job: Job, restore: Restore, span: Span) -> bool:
     """False: it could not be put back, and the slot holds what it held."""
-    slot, end = job.slot, restore.ends[span]
+    slot, end, block = job.slot, restore.ends[span], state.spans.blocks[span]
     started_s = state.clock()
     try:
         if not _has_cells(state, span.n_tokens):
@@ -249,7 +248,7 @@ def _append(state: SchedulerState, job: Job, restore: Restore, span: Span) -> bo
         if len(slot) != span.start:  # another one was put in its place, which begins earlier
             state.cut_span(slot, span.start)
         try:
-            state.backend.append_span(slot.slot_id, span.start, span.position, state.spans.blocks[span].data)
+            state.backend.append_span(slot.slot_id, span.start, span.position, block.data)
         except NativeError:
             if span in state.spans.blocks:
                 state.spans.drop(span, Eviction.BROKEN)
@@ -281,13 +280,30 @@ def _has_cells(state: SchedulerState, n_tokens: int) -> bool:
     return n_tokens <= state.free_cells
 
 
-def _cut_short(restore: Restore) -> None:
+def _cut_short(state: SchedulerState, job: Job, restore: Restore) -> None:
+    """What the slot holds now is all: the state is one that it leads to."""
+    _leave(state, restore)
     restore.spans.clear()
-    restore.is_cut_short = True
+    restore.checkpoint = _deepest_state(state, job, restore)
+
+
+def _deepest_state(state: SchedulerState, job: Job, restore: Restore) -> Checkpoint | None:
+    """Of those that the slot could resume at; of two at one position, that in host memory."""
+    if not state.rules.has_state:
+        return None
+    namespace, ids = job.request.namespace, job.request.prompt.ids[: _reach(state, job, restore)]
+    found = state.checkpoints.path(namespace, ids)
+    if state.disk is not None:
+        found = [*state.disk.index.path(namespace, ids), *found]
+    return max(reversed(found), key=lambda each: each.position, default=None)
+
+
+def _reach(state: SchedulerState, job: Job, restore: Restore) -> int:
+    return min(len(job.slot), restore.resume_tokens) if state.memory.has_cells else restore.resume_tokens
 
 
 def _finish_with_state(state: SchedulerState, job: Job, restore: Restore) -> None:
-    if state.rules.has_state and not restore.is_cut_short and not _has_state(state, job, restore):
+    if state.rules.has_state and not _has_state(state, job, restore):
         return
     _end(state, job, restore)
 
@@ -313,10 +329,10 @@ def _has_state(state: SchedulerState, job: Job, restore: Restore) -> bool:
             state.expiry.note(node.expires_s)
             _hold_checkpoint(state, restore, node)
         restore.checkpoint = node
-    else:
-        state.checkpoints.abandon(fetch.block)
-        restore.checkpoint = None
-    return True
+        return True
+    state.checkpoints.abandon(fetch.block)
+    restore.checkpoint = _deepest_state(state, job, restore)  # the next one, now that this one is forgotten
+    return _has_state(state, job, restore)
 
 
 def _end(state: SchedulerState, job: Job, restore: Restore) -> None:
@@ -324,7 +340,7 @@ def _end(state: SchedulerState, job: Job, restore: Restore) -> None:
     slot = job.slot
     _leave(state, restore)
     job.restore = None
-    reach = min(len(slot), restore.resume_tokens) if state.memory.has_cells else restore.resume_tokens
+    reach = _reach(state, job, restore)
     if not state.rules.has_state:
         state.trim(slot, reach // state.rules.grid * state.rules.grid)
     elif not state.resume_before(slot, job.request.namespace, job.request.prompt.ids[:reach]):
