@@ -149,7 +149,7 @@ class Cache:
         budget = config.resolve(memory_bytes())
 
         def change() -> None:
-            self._engine._state.checkpoints.set_budget(budget)
+            self._engine._state.set_budget(budget)
             if config.disk_dir is not None and self._engine._store is not None:
                 self._engine._store.limit_bytes = config.resolve_disk()
 

@@ -139,6 +139,8 @@ class CacheBudget:
     """The whole pool of host memory: checkpoints, spans, captures in flight, staging."""
     namespace_bytes: int = MAX_BYTES
     """For the checkpoints and spans of one namespace, within `host_bytes`."""
+    max_parked: int = MAX_PARKED
+    """Prefixes parked on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,9 @@ class CacheConfig:
 
     max_checkpoints: int = 32
     """Checkpoints of all slots together; 0: none are taken."""
+    max_parked: int = MAX_PARKED
+    """Prefixes that keep their KV cells when they leave their slot, 0 to 128. Attention of every request runs over all
+    cells in use, so on a CPU a cache full of them slows replies down; what is not parked goes to host memory."""
     checkpoint_bytes: int | str | None = None
     """Bytes of states; None: `max_checkpoints` of them, however large. Never more than `host_bytes`."""
     host_bytes: int | str | None = None
@@ -167,6 +172,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         checked = _check_int("max_checkpoints", self.max_checkpoints, 0)
         object.__setattr__(self, "max_checkpoints", checked)
+        object.__setattr__(self, "max_parked", _check_int("max_parked", self.max_parked, 0, MAX_PARKED))
         if self.disk_dir is not None:
             if not isinstance(self.disk_dir, (str, os.PathLike)) or not os.fspath(self.disk_dir):
                 raise ConfigError("disk_dir", self.disk_dir, "the path of a folder, or None")
@@ -191,7 +197,7 @@ class CacheConfig:
         namespace_bytes = host_bytes
         if self.namespace_bytes is not None:
             namespace_bytes = min(host_bytes, _check_bytes("namespace_bytes", self.namespace_bytes))
-        return CacheBudget(self.max_checkpoints, checkpoint_bytes, host_bytes, namespace_bytes)
+        return CacheBudget(self.max_checkpoints, checkpoint_bytes, host_bytes, namespace_bytes, self.max_parked)
 
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")

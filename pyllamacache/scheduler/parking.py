@@ -27,7 +27,17 @@ class Parking:
         self._state = state
         n_slots, n_parked = state.traits.n_slots, state.traits.n_parked
         self._free = [SlotId(n_slots + i) for i in reversed(range(n_parked))]
-        self.is_on = n_parked > 0
+        self._limit = n_parked
+
+    @property
+    def is_on(self) -> bool:
+        return self._limit > 0
+
+    def set_limit(self, n_parked: int) -> None:
+        """Keep no more than so many; the least valuable go."""
+        self._limit = min(self._state.traits.n_parked, n_parked)
+        while len(self._state.index.parked) > self._limit and self._drop_one():
+            pass
 
     def victims(self) -> list[Victim]:
         """Whatever is not held by a lease; what is pinned goes last."""
@@ -79,12 +89,15 @@ class Parking:
 
     def _take_id(self) -> SlotId | None:
         """A sequence that holds nothing: the least valuable one has to go where all are in use."""
-        if not self._free:
-            candidates = [each for each in self._state.index.parked if each.is_free]
-            if not candidates:
-                return None
-            self.cut(min(candidates, key=lambda each: (each.priority, each.last_used)).seq_id, 0)
+        if len(self._state.index.parked) >= self._limit and not self._drop_one():
+            return None
         return self._free.pop()
+
+    def _drop_one(self) -> bool:
+        candidates = [each for each in self._state.index.parked if each.is_free]
+        if candidates:
+            self.cut(min(candidates, key=lambda each: (each.priority, each.last_used)).seq_id, 0)
+        return bool(candidates)
 
     def cut(self, seq_id: SlotId, n_tokens: int, *, is_outgrown: bool = False) -> int:
         """Give back the cells from `n_tokens` on; 0: all of them. Returns how many tokens it held more."""

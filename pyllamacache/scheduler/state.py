@@ -59,14 +59,7 @@ class SchedulerState:
         self.metrics = metrics
         self.clock = clock
         self.piece = piece
-        self.rules = Rules(
-            can_share=(self.memory.is_shareable or (self.memory.has_cells and self.traits.has_state))
-            and self.traits.n_slots + self.traits.n_parked > 1,
-            has_state=self.traits.has_state,
-            has_cells=self.memory.has_cells,
-            grid=self.traits.n_ubatch if self.traits.exact else 1,
-            can_park=self.traits.n_parked > 0,
-        )
+        self.rules = self._rules(budget)
         self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
         self.index = PrefixIndex()
         self.room = Room(pool, self.index, self.traits, clock, self._holdings)
@@ -79,6 +72,7 @@ class SchedulerState:
         self.checkpoints.on_ready = self._checkpoint_is_ready
         self.disk: DiskTier | None = None
         self.parking = Parking(self)
+        self.parking.set_limit(budget.max_parked)
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
         self.transcripts = Transcripts()
@@ -93,6 +87,23 @@ class SchedulerState:
         """`n_changes` and queue length when the queue's head last had to wait; planning again would say the same."""
         self.capture_awaited = -1
         """`checkpoints.n_ended` when a queued request began to wait for a capture; -1: none does."""
+
+    def _rules(self, budget: CacheBudget) -> Rules:
+        n_parked = min(self.traits.n_parked, budget.max_parked)
+        return Rules(
+            can_share=(self.memory.is_shareable or (self.memory.has_cells and self.traits.has_state))
+            and self.traits.n_slots + n_parked > 1,
+            has_state=self.traits.has_state,
+            has_cells=self.memory.has_cells,
+            grid=self.traits.n_ubatch if self.traits.exact else 1,
+            can_park=n_parked > 0,
+        )
+
+    def set_budget(self, budget: CacheBudget) -> None:
+        """Give up what no longer fits, the least valuable first."""
+        self.parking.set_limit(budget.max_parked)
+        self.checkpoints.set_budget(budget)
+        self.rules = self._rules(budget)
 
     def attach_disk(self, disk: DiskTier) -> None:
         """From now on what is stored in host memory is written to disk as well, behind it."""

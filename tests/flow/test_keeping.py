@@ -242,6 +242,32 @@ def test_a_namespace_has_no_more_than_its_share(new_engine: NewEngine) -> None:
     assert after.resumable_tokens == before.resumable_tokens
 
 
+@WITH_CELLS
+def test_without_parking_what_leaves_a_slot_goes_to_host_memory(kind: str, new_pair: NewPair) -> None:
+    pair = new_pair(kind, n_slots=1, cache=CacheConfig(max_parked=0))
+    first = pair.ask(joined(HEADER, TALK), max_tokens=2)
+    pair.ask(random_ids(8, 200), max_tokens=2)
+    assert pair.warm.statistics().tiers.parked == 0
+    back = pair.ask(joined(HEADER, TALK, first.token_ids[:-1], TALK), max_tokens=2)
+    assert back.cache.source == "host"
+    assert back.cache.prefilled_tokens == len(TALK)
+    audit(pair.warm)
+
+
+@WITH_CELLS
+def test_fewer_may_be_parked_later_and_none_at_all(kind: str, new_pair: NewPair) -> None:
+    pair = new_pair(kind, n_slots=1)
+    for i in range(5):
+        pair.ask(random_ids(20 + i, 100), max_tokens=1)
+    assert pair.warm.statistics().tiers.parked == 4
+    for limit in (2, 0):
+        pair.warm.cache.limit(CacheConfig(max_parked=limit))
+        assert pair.warm.statistics().tiers.parked == limit
+        audit(pair.warm)
+        pair.ask(random_ids(30 + limit, 100), max_tokens=1)
+        assert pair.warm.statistics().tiers.parked == limit
+
+
 def test_the_folder_cannot_be_changed_and_its_budget_can(new_engine: NewEngine, tmp_path: Path) -> None:
     engine = new_engine("full", cache=CacheConfig(disk_dir=tmp_path / "one"))
     with pytest.raises(ConfigError, match="disk_dir"):
