@@ -12,6 +12,7 @@ from .text.validate import check_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from typing_extensions import Unpack
 
@@ -159,19 +160,29 @@ class Cache:
         """Give up all that is kept of a namespace, or (None) of all, pinned or not. Returns how many entries.
 
         Checkpoints, spans, parked prefixes, and what this model and layout have on disk. Slots keep what they hold.
+
+        Raises:
+            CacheFileError: the operating system refused to remove files; everything else is gone.
         """
         space = None if namespace is None else check_namespace(namespace)
 
-        def clear() -> int:
-            state = self._engine._state
+        state = self._engine._state
+
+        def clear() -> tuple[int, Future[int] | None]:
             state.pins.clear(space)
             n_entries = state.checkpoints.clear(space) + state.spans.clear(space) + state.parking.clear(space)
-            if state.disk is not None:
-                n_entries += state.disk.clear(space)
             state.transcripts.clear(space)
-            return n_entries
+            return n_entries, None if state.disk is None else state.disk.begin_clear(space)
 
-        return self._call(clear)
+        def end() -> None:
+            if state.disk is not None:
+                state.disk.forget_all(space)
+
+        n_entries, on_disk = self._call(clear)
+        if on_disk is not None:
+            n_entries += on_disk.result()  # on this thread: it may have to wait for other processes
+            self._call(end)
+        return n_entries
 
     def pin(self, prompt: PromptInput, **options: Unpack[PromptOptions]) -> int:
         """Keep what is held of this prefix, in every tier, until it is unpinned: nothing but a lower budget takes it.

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from ..request import CheckpointKind, Ids
     from ..store.host import Block
+
+_T = TypeVar("_T")
 
 MAX_WRITES = 2
 """Entries with the writer at once: each keeps its host memory busy."""
@@ -245,11 +247,11 @@ class DiskTier:
             future.add_done_callback(lambda _: self._wake())
 
     @staticmethod
-    def _submit(executor: ThreadPoolExecutor, function: Callable[..., bool], *arguments: object) -> Future[bool]:
+    def _submit(executor: ThreadPoolExecutor, function: Callable[..., _T], *arguments: object) -> Future[_T]:
         try:
             return executor.submit(function, *arguments)
         except RuntimeError:  # the interpreter ends, and executors with it; there is still time to do it here
-            future: Future[bool] = Future()
+            future: Future[_T] = Future()
             try:
                 future.set_result(function(*arguments))
             except PyLlamaCacheError as error:
@@ -279,15 +281,31 @@ class DiskTier:
     # ---- pins, end ----
 
     def set_pinned(self, marks: Iterable[Mark], is_pinned: bool) -> None:
-        self._store.set_pinned([(kind_name(mark), mark.key) for mark in marks], is_pinned)
+        """Have the store note it, behind whatever is being written. One that cannot is not told of again."""
+        names = [(kind_name(mark), mark.key) for mark in marks]
 
-    def clear(self, namespace: str | None = None) -> int:
-        """Remove what is stored, of one namespace or (None) all of this engine's scope. Returns how many entries."""
-        self.settle()
+        def note() -> bool:
+            self._store.set_pinned(names, is_pinned)
+            return True
+
+        self._submit(self._writer, note)
+
+    def begin_clear(self, namespace: str | None = None) -> Future[int]:
+        """Remove what is stored, of one namespace or (None) all of this engine's scope; the answer: how many entries.
+
+        When it is there, `forget_all` has to be called: what was written just before may have been found meanwhile.
+        """
+        self._waiting = deque(each for each in self._waiting if namespace not in (None, each.entry.namespace))
+        self.forget_all(namespace)
+        return self._submit(self._writer, self._store.clear, namespace)
+
+    def forget_all(self, namespace: str | None = None) -> None:
+        """Whatever the index says is there of a namespace, or (None) at all."""
         for mark in [mark for mark in self._by_key.values() if namespace in (None, mark.namespace)]:
             self.forget(mark)
-        self._orphans.clear()
-        return self._store.clear(namespace)
+        left = {key: [each for each in entries if namespace not in (None, each.namespace)]
+                for key, entries in self._orphans.items()}  # fmt: skip
+        self._orphans = {key: entries for key, entries in left.items() if entries}
 
     def settle(self) -> None:
         """Wait until nothing waits to be written."""
