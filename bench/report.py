@@ -28,6 +28,23 @@ def _rate(summary: Results) -> str:
     return f"{summary['median']:.1f} tokens/s"
 
 
+def _replayed(results: Results, budget: str) -> str:
+    def percent(policy: str) -> str:
+        return ", ".join(
+            f"{results[name][budget][policy]['hit_percent']:.1f}" for name in ("conversation", "synthetic")
+        )
+
+    return f"{percent('ours')} % (prompt ends and LRU: {percent('ends + LRU')} %)"
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _first_and_later(extra: dict[str, int]) -> str:
+    return f"{extra['first']} the first time, then {extra['second']}"
+
+
 ROWS: list[tuple[str, str, Callable[[Results], str]]] = [
     (
         "append",
@@ -86,6 +103,40 @@ ROWS: list[tuple[str, str, Callable[[Results], str]]] = [
         "checkpoints",
         "host memory of 32 of them",
         lambda r: f"{r['resident_over_states']:.3f} of 32 states",
+    ),
+    (
+        "sharing",
+        "4,010 tokens after a restart, from disk: time to first token",
+        lambda r: (
+            f"{_ms(r['restart']['resumed ttft s'])} "
+            f"(prefilling 4,000 takes {r['restart']['cold_over_resumed']:.0f} times as long)"
+        ),
+    ),
+    (
+        "sharing",
+        "a second agent with the same 2,000-token header while the first generates: prefilled beyond its own tokens",
+        lambda r: f"dense {r['dense']['busy donor']['first']}; hybrid {_first_and_later(r['hybrid']['busy donor'])}",
+    ),
+    (
+        "sharing",
+        "eight agents in turn on two slots, prefilled beyond what is new, by round",
+        lambda r: f"dense {_listed(r['dense']['in turn'])}; hybrid {_listed(r['hybrid']['in turn'])}",
+    ),
+    (
+        "sharing",
+        "four branches of a 2,000-token trunk sent at once, prefilled beyond trunk and branches",
+        lambda r: f"dense {r['dense']['together']}; hybrid {r['hybrid']['together']}",
+    ),
+    (
+        "replay",
+        "token hit rate on Mooncake's first ten minutes (conversation, synthetic), one budget of 10,000 blocks",
+        lambda r: _replayed(r, "10,000 blocks"),
+    ),
+    ("replay", "the same without limit", lambda r: _replayed(r, "unlimited")),
+    (
+        "index_cost",
+        "a prompt of 100,000 tokens: looking it up, publishing it in the index",
+        lambda r: f"{_ms(r['look up beside 96 s'])}, {_ms(r['publish beside 96 s'])}",
     ),
     (
         "scheduler_step",
