@@ -16,8 +16,7 @@ import pytest
 
 from pyllamacache import CacheConfig
 from pyllamacache.errors import NativeError
-from pyllamacache.prefix import index as prefix_index
-from pyllamacache.prefix.index import Match, PrefixIndex
+from pyllamacache.prefix.index import PrefixIndex
 from pyllamacache.prefix.match import common_prefix_len
 from pyllamacache.store.disk import DiskStore
 from tests.flow.hold import before_step, held
@@ -34,7 +33,6 @@ BACKEND_CALLS = ("save_span", "append_span", "begin_capture", "resume", "share_s
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 32 tokens instead of 256, so that short prompts have many."""
     monkeypatch.setattr(PrefixIndex.__init__, "__kwdefaults__", {"span_tokens": SPAN_TOKENS})
-    monkeypatch.setattr(prefix_index, "_NOTHING", Match(0, (), {}, None, 0, SPAN_TOKENS))
 
 
 class Faults:
@@ -89,7 +87,7 @@ class Client:
         self.talks: list[Ids] = [random_ids(seed + i, 40 + 60 * i) for i in range(4)]
         self.sent: dict[str, list[Ids]] = {"": [], "a": []}
         """By namespace: whatever may be held of it."""
-        self.n_cancelled = 0
+        self.n_cancelled = self.n_rounds = 0
         self.begin()
 
     def begin(self) -> None:
@@ -143,7 +141,8 @@ class Client:
 
     def play(self) -> None:
         move = self.draw.random()
-        if move < 0.75:
+        self.n_rounds += 1
+        if move < 0.75 or self.n_rounds < 4:
             self.together()
         elif move < 0.8:
             self.pair.warm.slots[self.draw.randrange(self.n_slots)].erase()

@@ -12,18 +12,14 @@ from pyllamacache import CacheConfig, Engine, Model
 from pyllamacache.errors import NativeError
 from tests.flow.hold import held, on_chunk, wait_for_chunk
 from tests.flow.law import Pair, check_numbers, joined, random_ids
-from tests.flow.tiers import KINDS, always_load, audit, store_behind, stores
+from tests.flow.tiers import EVERY_KIND, MODES, WITH_CELLS, always_load, audit, store_behind, stores
 from tests.native.faults import damage, on_scheduler
 
 NewPair = Callable[..., Pair]
 
-WITH_KV = ["full", "sliding", "hybrid"]
 N_UBATCH = 32
 K = 4
 
-MODES = pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-WITH_CELLS = pytest.mark.parametrize("kind", WITH_KV)
 
 HEADER = random_ids(1, 600)
 
@@ -191,7 +187,7 @@ def test_requests_without_a_common_prefix_wait_for_nobody(kind: str, new_pair: N
 @EVERY_KIND
 def test_eight_agents_in_turn_on_two_slots_prefill_only_what_is_new(kind: str, exact: bool, new_pair: NewPair) -> None:
     """From the second round on: the last sampled token, 25 new ones and, on the grid, what lies off it."""
-    n_states = 32 if kind in WITH_KV and not exact else 128
+    n_states = 32 if kind != "recurrent" and not exact else 128
     pair = new_pair(kind, exact=exact, cache=CacheConfig(max_checkpoints=n_states))
     always_load(pair.warm)
     talks = [joined(HEADER[:300], random_ids(20 + i, 60)) for i in range(8)]

@@ -6,9 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.native.faults import on_scheduler
 
 KINDS = ["full", "sliding", "hybrid", "recurrent"]
+
+_SLOW = ["sliding", "recurrent"]
+"""What `test_sharing_law.py` plays with in every run is enough for most of them."""
+EVERY_KIND = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in _SLOW else []) for kind in KINDS]
+)
+WITH_CELLS = pytest.mark.parametrize("kind", ["full", pytest.param("sliding", marks=pytest.mark.slow), "hybrid"])
+MODES = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["default", "exact"])
 
 
 def stores(kind: str, exact: bool) -> bool:
@@ -21,17 +31,32 @@ def always_load(engine: Any) -> None:
     engine._state.checkpoints.rates.is_worth_loading = lambda *_: True
 
 
-def store_behind(engine: Any) -> None:
-    """Copy and write now what is copied and written while nothing runs. Nothing may be running."""
+def store_behind(engine: Any, *, even_if_unwanted: bool = False) -> None:
+    """Copy and write now what is copied and written while nothing runs. Nothing may be running.
+
+    `even_if_unwanted`: also where cells are plenty and nothing outlives the engine.
+    """
 
     def run() -> None:
         state = engine._state
         state.checkpoints.finish_all()
-        while state.spans.is_wanted and state.spans.save_some(1 << 20):
+        while (even_if_unwanted or state.spans.is_wanted) and state.spans.save_some(1 << 20):
             if state.disk is not None:
                 state.disk.settle()
         if state.disk is not None:
             state.disk.settle()
+
+    on_scheduler(engine, run)
+
+
+def forget_device(engine: Any) -> None:
+    """Nothing is left on the device; what was copied is where it is."""
+
+    def run() -> None:
+        state = engine._state
+        for slot in state.slots:
+            state.erase(slot)
+        state.parking.clear()
 
     on_scheduler(engine, run)
 
