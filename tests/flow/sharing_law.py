@@ -88,6 +88,14 @@ class Client:
         self.sent: dict[str, list[Ids]] = {"": [], "a": []}
         """By namespace: whatever may be held of it."""
         self.n_cancelled = self.n_rounds = 0
+        self.others: list[Any] = []
+        """Engines over the same folder, which take turns with the one that plays."""
+        self.begin()
+
+    def add_engine(self) -> None:
+        """Another one, which plays from now on."""
+        self.others.append(self.pair.warm)
+        self.pair.warm = self.reopen()
         self.begin()
 
     def begin(self) -> None:
@@ -142,6 +150,9 @@ class Client:
     def play(self) -> None:
         move = self.draw.random()
         self.n_rounds += 1
+        if self.others and self.draw.random() < 0.4:
+            self.others.append(self.pair.warm)
+            self.pair.warm = self.others.pop(0)
         if move < 0.75 or self.n_rounds < 4:
             self.together()
         elif move < 0.8:

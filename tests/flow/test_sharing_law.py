@@ -1,7 +1,8 @@
 """The law under sharing: requests side by side, tiny budgets in every tier, cancellations, a disk that fails.
 
 Each answer is that of an engine which never reuses anything; between rounds, index, ledger, memory, leases and bytes
-are recomputed and have to agree; budgets are looked at before every native call.
+are recomputed and have to agree; budgets are looked at before every native call. With more than one slot there are two
+engines that share a folder.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def play(
         reopen,
     ):
         client = Client(pair, seed, faults, folder=folder, reopen=reopen)
+        if n_slots > 1:
+            client.add_engine()
         for n in range(n_rounds):
             faults.disk_chance, faults.call_chance = (0.3, 0.1) if n % 3 == 2 else (0.0, 0.0)
             client.play()
