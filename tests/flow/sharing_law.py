@@ -88,6 +88,7 @@ class Client:
         self.sent: dict[str, list[Ids]] = {"": [], "a": []}
         """By namespace: whatever may be held of it."""
         self.n_cancelled = self.n_rounds = 0
+        self.pinned: list[Ids] = []
         self.others: list[Any] = []
         """Engines over the same folder, which take turns with the one that plays."""
         self.begin()
@@ -141,6 +142,10 @@ class Client:
         }
         if draw.random() < 0.3 and len(ids) > 2:
             options["boundaries"] = sorted({draw.randrange(1, len(ids)) for _ in range(2)})
+        if draw.random() < 0.3:
+            options["priority"] = draw.randint(-1, 1)
+        if draw.random() < 0.15:
+            options["ttl_s"] = draw.choice([1e-3, 0.05, 3600.0])
         if draw.random() < 0.15:
             options["slot"] = draw.randrange(self.n_slots)
         return options
@@ -163,6 +168,8 @@ class Client:
             self.faults.disk_chance = chance
         elif move < 0.87 and self.folder is not None:
             self.restart()
+        elif move < 0.92:
+            self.pin()
         else:
             store_behind(self.pair.warm)
         self.look()
@@ -172,6 +179,18 @@ class Client:
         cache = self.pair.warm.cache
         assert cache.resident_bytes <= cache.budget.host_bytes
         assert self.folder is None or bytes_on_disk(self.folder) <= DISK_BYTES
+
+    def pin(self) -> None:
+        """A prefix, or let go of all that were pinned; what is on disk may refuse."""
+        cache, pinned = self.pair.warm.cache, self.pinned
+        chance, self.faults.disk_chance = self.faults.disk_chance, 0.0
+        if pinned and self.draw.random() < 0.6:
+            while pinned:
+                cache.unpin(pinned.pop())
+        else:
+            pinned.append(self.draw.choice(self.talks)[: self.draw.randint(1, 100)])
+            cache.pin(pinned[-1])
+        self.faults.disk_chance = chance
 
     def restart(self) -> None:
         """With whatever fails at the end of the old one, but not at the beginning of the new one."""
