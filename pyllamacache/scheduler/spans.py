@@ -96,6 +96,11 @@ class Spans:
             self._seen[seq_id] = version
         return left < n_tokens
 
+    def look_again(self) -> None:
+        """More is worth saving than when the sequences were last looked at: a state has become whole."""
+        self._seen.clear()
+        self._todo = (-1, (0, 0), [])
+
     def save_tail(self, seq_id: SlotId, holder: Parked | SlotState, ids: Ids, start: int) -> None:
         """What lies beyond `start` is about to go: copy what is not stored yet and finds room."""
         if self.is_on:

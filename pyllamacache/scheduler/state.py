@@ -131,6 +131,7 @@ class SchedulerState:
 
     def _checkpoint_is_ready(self, node: Checkpoint) -> None:
         self._offer_checkpoint(node)
+        self.spans.look_again()
         if len(self.pins):
             self.pins.renew(node.namespace)
 
