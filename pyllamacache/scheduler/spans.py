@@ -49,6 +49,8 @@ class Spans:
         self._todo: tuple[int, tuple[int, int], list[tuple[int, int]]] = (-1, (0, 0), [])
         """What is being saved: sequence, its length and latest use, and what is left of it, the next one last."""
         self.on_saved: Callable[[Span], None] | None = None
+        self.on_stored: Callable[[str, Ids], None] | None = None
+        """Is told when all that is worth it of a sequence has been stored, as far as there was room."""
         self.credit_tokens = 0
         """Cells used up since something was last copied under load."""
         self.n_saved = self.n_refused = self.n_evicted = 0
@@ -94,6 +96,8 @@ class Spans:
                 if left <= 0:
                     return True
             self._seen[seq_id] = version
+            if self.on_stored is not None:
+                self.on_stored(namespace, ids)
         return left < n_tokens
 
     def look_again(self) -> None:

@@ -112,6 +112,7 @@ class SchedulerState:
         for mark in (*disk.index.spans, *disk.index.checkpoints):
             self.expiry.note(mark.expires_s)
         self.spans.on_saved = self._offer_span
+        self.spans.on_stored = self._offer_checkpoints
 
     def _holdings(self) -> Holdings:
         return self.checkpoints.holdings()
@@ -130,10 +131,18 @@ class SchedulerState:
             self.disk.offer(span, span.ids(), hold, lambda: self.spans.let_go(span))
 
     def _checkpoint_is_ready(self, node: Checkpoint) -> None:
-        self._offer_checkpoint(node)
+        if self.disk is not None and not self.memory.has_cells:
+            self._offer_checkpoint(node)
         self.spans.look_again()
         if len(self.pins):
             self.pins.renew(node.namespace)
+
+    def _offer_checkpoints(self, namespace: str, ids: Ids) -> None:
+        """After the spans before them: without those a state on disk is of no use, and only takes their room."""
+        reach = self.stored(namespace, ids).reach(0)
+        for node in self.checkpoints.path(namespace, ids):
+            if node.position <= reach and not node.key:
+                self._offer_checkpoint(node)
 
     def _offer_checkpoint(self, node: Checkpoint) -> None:
         def hold() -> Block | None:

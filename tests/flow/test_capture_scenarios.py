@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ def test_s64_an_entry_of_most_of_the_budget_is_used_without_a_second_one(
 def test_a_checkpoint_larger_than_the_budget_is_refused_and_requests_go_on(
     kind: str, field: str, new_pair: NewPair
 ) -> None:
-    pair = new_pair(kind, cache=CacheConfig(**{field: STATE_BYTES[kind] // 8}))
+    pair = new_pair(kind, cache=replace(CacheConfig(), **{field: STATE_BYTES[kind] // 8}))  # type: ignore[arg-type]
     ids = random_ids(30, 300)
     for number in range(3):
         pair.ask(joined(ids, random_ids(31 + number, 20)), boundaries=[250])

@@ -333,6 +333,7 @@ def test_s25_s27_damaged_files_cost_the_reuse_and_nothing_else(
     pair.ask(ids, max_tokens=4, boundaries=[300])
     pair = after_restart(pair, new_pair, kind, **options)
     pair.ask(random_ids(81, 20), max_tokens=2)
+    store_behind(pair.warm)
     for path in entry_files(folder)[1:]:
         DAMAGE[damage](path)
     reply = pair.ask(joined(ids, [1, 2]), max_tokens=2)
