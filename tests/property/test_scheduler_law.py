@@ -440,7 +440,14 @@ def test_a_wrong_checkpoint_shows_in_the_answers(planted: type[Sequences], memor
         run_law(planted, memory)
 
 
-@pytest.mark.parametrize("memory", list(Memory))
+SEARCHED_LONG = [Memory.RECURRENT, Memory.OTHER]
+"""There it takes an example in which nearly everything a slot holds is met again."""
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [pytest.param(each, marks=[pytest.mark.slow] if each in SEARCHED_LONG else []) for each in Memory],
+)
 def test_a_resume_position_that_is_off_by_one_is_found(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_too_far(a: Ids, b: Ids) -> int:
         return min(common_prefix_len(a, b) + 1, len(a), len(b))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.disk import assert_sound, bytes_on_disk, get, open_store, put, spans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +28,7 @@ put(store, *spans(range(8)))
 """
 
 
+@pytest.mark.slow
 def test_every_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fakes.disk_crash", str(tmp_path / "cache")]
     ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
