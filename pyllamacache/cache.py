@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -117,6 +118,10 @@ class Cache:
         """Checkpoints, in flight or ready."""
         return self._call(lambda: len(self._engine._state.checkpoints.index.checkpoints))
 
+    def __bool__(self) -> bool:
+        """A view is there, whatever it shows."""
+        return True
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all checkpoints."""
@@ -135,9 +140,10 @@ class Cache:
         return self._call(lambda: self._engine._state.checkpoints.budget)
 
     def limit(self, config: CacheConfig) -> None:
-        """Change the budgets. What no longer fits is given up, least valuable first, and the memory is returned.
+        """Change the budgets, all of them: what `config` does not name takes its default.
 
-        The disk gives up what no longer fits with the next entry that is written.
+        What no longer fits is given up, least valuable first, and the memory is returned. Pinned ones go last. What is
+        in use goes when it no longer is, and files go a moment later.
 
         Raises:
             ConfigError: not a CacheConfig, or one that names another folder.
@@ -145,14 +151,19 @@ class Cache:
         if not isinstance(config, CacheConfig):
             raise ConfigError("config", config, "a pyllamacache.CacheConfig")
         folder = self._engine._disk_dir
-        if config.disk_dir not in (None, folder):
-            raise ConfigError("disk_dir", config.disk_dir, f"None or {folder!r}: the folder is chosen with the engine")
-        budget = config.resolve(memory_bytes())
+        if config.disk_dir is not None and (
+            folder is None or os.path.realpath(config.disk_dir) != os.path.realpath(folder)
+        ):
+            expected = "None, as this engine has no disk" if folder is None else f"None or {folder!r}"
+            raise ConfigError("disk_dir", config.disk_dir, f"{expected}: the folder is chosen with the engine")
+        budget, disk_bytes = config.resolve(memory_bytes()), config.resolve_disk()
 
         def change() -> None:
             self._engine._state.set_budget(budget)
-            if config.disk_dir is not None and self._engine._store is not None:
-                self._engine._store.limit_bytes = config.resolve_disk()
+            disk = self._engine._state.disk
+            if disk is not None and self._engine._store is not None:
+                self._engine._store.limit_bytes = disk_bytes
+                disk.tidy()
 
         self._call(change)
 

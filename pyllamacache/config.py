@@ -143,6 +143,16 @@ class CacheBudget:
     """Prefixes parked on the device."""
 
 
+def _check_folder(value: object) -> str:
+    try:
+        path = os.fspath(value)  # type: ignore[call-overload]
+    except Exception:  # noqa: BLE001  # whatever an object of the caller's does
+        path = None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError("disk_dir", value, "the path of a folder, or None")
+    return os.path.expanduser(path)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How much of the past an engine may keep besides its context. Sizes are bytes, or words such as "2GiB".
@@ -174,12 +184,10 @@ class CacheConfig:
         object.__setattr__(self, "max_checkpoints", checked)
         object.__setattr__(self, "max_parked", _check_int("max_parked", self.max_parked, 0, MAX_PARKED))
         if self.disk_dir is not None:
-            if not isinstance(self.disk_dir, (str, os.PathLike)) or not os.fspath(self.disk_dir):
-                raise ConfigError("disk_dir", self.disk_dir, "the path of a folder, or None")
-            object.__setattr__(self, "disk_dir", os.path.expanduser(os.fspath(self.disk_dir)))
+            object.__setattr__(self, "disk_dir", _check_folder(self.disk_dir))
         for field in ("checkpoint_bytes", "host_bytes", "namespace_bytes", "disk_bytes"):
             value = getattr(self, field)
-            if value is not None:  # words become numbers, so that equal limits are equal
+            if value is not None or field == "disk_bytes":  # words become numbers, so that equal limits are equal
                 object.__setattr__(self, field, _check_bytes(field, value))
 
     def resolve_disk(self) -> int:
@@ -194,7 +202,7 @@ class CacheConfig:
         checkpoint_bytes = host_bytes
         if self.checkpoint_bytes is not None:
             checkpoint_bytes = min(host_bytes, _check_bytes("checkpoint_bytes", self.checkpoint_bytes))
-        namespace_bytes = host_bytes
+        namespace_bytes = MAX_BYTES
         if self.namespace_bytes is not None:
             namespace_bytes = min(host_bytes, _check_bytes("namespace_bytes", self.namespace_bytes))
         return CacheBudget(self.max_checkpoints, checkpoint_bytes, host_bytes, namespace_bytes, self.max_parked)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from .cache import Cache
 from .config import CacheConfig, EngineSettings, Layout, resolve_flash_attention
-from .errors import CacheCorruptError, ClosedError, ConfigError, ForkedError
+from .errors import CacheCorruptError, ClosedError, ConfigError, ForkedError, UnknownOptionError
 from .model import Model
 from .native.context import NativeContext
 from .native.library import devices
@@ -163,7 +163,7 @@ class Engine:
         if self._settings.adapters:
             self._layout = self._read_layout()  # now: the files may be replaced later
         self._store: DiskStore | None = None
-        self._disk_dir: object = None
+        self._disk_dir: str | None = None
         if cache is not None and cache.disk_dir is not None:
             self._open_disk(cache)
         self._scheduler.start()
@@ -177,7 +177,7 @@ class Engine:
         scope = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         assert cache.disk_dir is not None
         store = self._store = DiskStore(cache.disk_dir, limit_bytes=cache.resolve_disk(), scope=scope, facts=facts)
-        self._disk_dir = cache.disk_dir
+        self._disk_dir = os.fspath(cache.disk_dir)
         tier = DiskTier(
             store, kind_of=kind_of, wall_clock=time.time, clock=time.monotonic, wake=self._scheduler.inbox.wake
         )
@@ -229,6 +229,9 @@ class Engine:
 
     def _prefix(self, prompt: PromptInput, options: PromptOptions) -> tuple[str, Ids]:
         """Namespace and ids. Raises InvalidRequestError, UnknownOptionError."""
+        for name in options:
+            if name not in PromptOptions.__annotations__:
+                raise UnknownOptionError(name, None)
         request = self._request(prompt, cast("RequestOptions", {**options, "max_tokens": 0}))
         return request.namespace, request.prompt.ids
 

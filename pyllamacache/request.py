@@ -77,7 +77,8 @@ class Reason(str, Enum):
     DISABLED = "disabled"
     """`cache_prompt=False`."""
     LOST = "lost"
-    """A failed native call took the state while the request ran; the prompt was prefilled again."""
+    """What was to be reused could not be: a failed native call took it while the request ran, or it was gone or damaged
+    when it was to be put back. The prompt was prefilled from `position` on."""
     PREEMPTED = "preempted"
     """Running requests competed for KV cells; this one gave its own back and was prefilled again."""
 

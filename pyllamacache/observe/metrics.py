@@ -149,6 +149,16 @@ class Metrics:
         with self._lock:
             self._counts[name] += n
 
+    def failed(self, source: Source, *, prompt: int, cached: int, completion: int) -> None:
+        """Tokens of a request that ended with an error."""
+        with self._lock:
+            self._counts["failed"] += 1
+            self._counts["prompt_tokens"] += prompt
+            self._counts["cached_tokens"] += cached
+            self._counts["prefilled_tokens"] += prompt - cached
+            self._counts["completion_tokens"] += completion
+            self._cached_by_source[source] += cached
+
     def finished(self, completion: Completion) -> None:
         cache, usage = completion.cache, completion.usage
         with self._lock:

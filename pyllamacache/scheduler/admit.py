@@ -68,6 +68,8 @@ def admit(state: SchedulerState) -> None:
     """Start every queued request that can start now."""
     if not state.queue:
         return
+    if state.room.is_over:
+        state.room.fit_limit()
     if any(each.outbox.is_cancelled or each.request.timeout_s is not None for each in state.queue):
         expire(state)
     if state.capture_awaited >= 0:

@@ -13,6 +13,8 @@ IDLE_TOKENS = 2048
 
 def store_when_idle(state: SchedulerState) -> bool:
     """Copy some of what is idle to host memory, and pass on what is for the disk. False: there is nothing to copy."""
+    if state.room.is_over:
+        state.room.fit_limit()
     did_something = state.spans.is_wanted and state.spans.save_some(IDLE_TOKENS)
     if state.disk is not None:
         state.disk.pump()

@@ -500,13 +500,11 @@ class Checkpoints:
         self.budget = budget
         self._room.set_namespace_bytes(budget.namespace_bytes)
         self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
-        over = self._pool.set_limit(budget.host_bytes)
+        self._pool.set_limit(budget.host_bytes)
         while len(self._blocks) > budget.max_checkpoints or self.used_bytes > budget.checkpoint_bytes:
             victim = choose_victim(self._blocks, self.holdings(), now=self.now, newcomer=(), is_optional=False, gap=0)
             self.drop(victim[0] if victim else next(iter(self._blocks)), Eviction.CLEARED)
-            over = self._pool.set_limit(budget.host_bytes)
-        while over > 0 and self._room.give_up_one():
-            over = self._pool.set_limit(budget.host_bytes)
+        self._room.fit_limit()
         self._pool.set_limit(self._pool.used_bytes)  # what is idle goes back to the system now
         self._pool.set_limit(budget.host_bytes)
         self.is_unprepared = self.is_on and not self._state_bytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -44,6 +44,7 @@ class Store(Protocol):
     def write(self, entry: DiskEntry, data: npt.NDArray[np.uint8]) -> bool: ...
     def read(self, kind: str, key: bytes, into: npt.NDArray[np.uint8]) -> bool: ...
     def touch(self, items: Iterable[tuple[str, bytes]], hits: int = 0) -> None: ...
+    def tidy(self) -> None: ...
     def set_pinned(self, items: Iterable[tuple[str, bytes]], is_pinned: bool) -> None: ...
     def clear(self, namespace: str | None = None) -> int: ...
     def close(self) -> None: ...
@@ -93,6 +94,8 @@ class DiskTier:
         self.index = PrefixIndex()
         self.on_expires: Callable[[float | None], None] = lambda _: None
         """Is told when an entry that was found will expire."""
+        self.on_found: Callable[[], None] = lambda: None
+        """Is told when something that was written is there."""
         self._token = 0
         self._by_key: dict[tuple[str, bytes], Mark] = {}
         self._orphans: dict[bytes, list[DiskEntry]] = {}
@@ -148,6 +151,7 @@ class DiskTier:
             mark = self.index.add_checkpoint(entry.namespace, ids, self._kind_of(entry.label), entry.n_bytes)
             mark.is_ready = True
         mark.key, mark.priority, mark.hits = entry.key, entry.priority, entry.hits
+        mark.n_pins = int(entry.is_pinned)
         if entry.expires_s is not None:
             mark.expires_s = self._clock() + entry.expires_s - self._wall_clock()
             self.on_expires(mark.expires_s)
@@ -242,7 +246,8 @@ class DiskTier:
             block = offer.hold()
             if block is None:
                 continue
-            future = self._submit(self._writer, self._store.write, offer.entry, block.data)
+            entry = replace(offer.entry, is_pinned=offer.mark.n_pins > 0)
+            future = self._submit(self._writer, self._store.write, entry, block.data)
             self._writing.append((offer, future))
             future.add_done_callback(lambda _: self._wake())
 
@@ -265,6 +270,7 @@ class DiskTier:
         elif future.result():
             self.n_written += 1
             self.refresh()
+            self.on_found()
         else:
             self.n_refused += 1
 
@@ -282,13 +288,25 @@ class DiskTier:
 
     def set_pinned(self, marks: Iterable[Mark], is_pinned: bool) -> None:
         """Have the store note it, behind whatever is being written. One that cannot is not told of again."""
-        names = [(kind_name(mark), mark.key) for mark in marks]
+        names = []
+        for mark in marks:
+            mark.n_pins = int(is_pinned)
+            names.append((kind_name(mark), mark.key))
 
         def note() -> bool:
             self._store.set_pinned(names, is_pinned)
             return True
 
         self._submit(self._writer, note)
+
+    def tidy(self) -> None:
+        """Have the store remove what has expired or is over its limit, behind whatever is being written."""
+
+        def tidy() -> bool:
+            self._store.tidy()
+            return True
+
+        self._submit(self._writer, tidy)
 
     def begin_clear(self, namespace: str | None = None) -> Future[int]:
         """Remove what is stored, of one namespace or (None) all of this engine's scope; the answer: how many entries.
@@ -315,6 +333,7 @@ class DiskTier:
     def close(self) -> None:
         """Write what waits, and let go of the store."""
         self.settle()
+        self.tidy()
         self._writer.shutdown()
         self._reader.shutdown()
         self._store.close()

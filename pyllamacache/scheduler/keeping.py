@@ -50,7 +50,7 @@ class Pins:
         key = (namespace, ids.tobytes())
         pin = self._pins.get(key)
         if pin is None:
-            return False
+            return self._unpin_stored(namespace, ids)
         pin.n_times -= 1
         if not pin.n_times:
             del self._pins[key]
@@ -58,6 +58,19 @@ class Pins:
             if pin.parked is not None and pin.parked.node is not None:
                 pin.parked.n_pins -= 1
         return True
+
+    def _unpin_stored(self, namespace: str, ids: Ids) -> bool:
+        """What an engine that ended without `close` left pinned on disk."""
+        disk = self._state.disk
+        if disk is None:
+            return False
+        match = disk.index.match(namespace, ids)
+        marks: list[Checkpoint | Span] = [*match.chain(0, match.n_tokens), *match.checkpoints]
+        in_use = {id(mark) for pin in self._pins.values() for mark in pin.disk_marks}
+        left = [mark for mark in marks if mark.n_pins and id(mark) not in in_use]
+        if left:
+            disk.set_pinned(left, is_pinned=False)
+        return bool(left)
 
     def clear(self, namespace: str | None) -> None:
         """Forget the pins of a namespace, or (None) all."""
@@ -70,6 +83,11 @@ class Pins:
         for pin in self._pins.values():
             if pin.namespace == namespace:
                 self._apply(pin)
+
+    def renew_on_disk(self) -> None:
+        """Something that was written is there now."""
+        for pin in self._pins.values():
+            self._pin_on_disk(pin)
 
     def _hold_cells(self, pin: _Pin) -> None:
         if pin.parked is not None and pin.parked.node is not None:
@@ -96,8 +114,10 @@ class Pins:
         for mark in pin.marks:
             mark.n_pins -= 1
         pin.marks = []
-        if pin.disk_marks and self._state.disk is not None:
-            self._state.disk.set_pinned(pin.disk_marks, is_pinned=False)
+        others = {id(mark) for other in self._pins.values() if other is not pin for mark in other.disk_marks}
+        mine = [mark for mark in pin.disk_marks if id(mark) not in others]
+        if mine and self._state.disk is not None:
+            self._state.disk.set_pinned(mine, is_pinned=False)
         pin.disk_marks = []
 
     def _apply(self, pin: _Pin) -> int:
@@ -132,7 +152,7 @@ class Pins:
             return
         match = disk.index.match(pin.namespace, pin.ids)
         marks: list[Checkpoint | Span] = [*match.chain(0, match.n_tokens), *match.checkpoints[-1:]]
-        new = [mark for mark in marks if mark not in pin.disk_marks]
+        new = [mark for mark in marks if not mark.n_pins]
         if new:
             disk.set_pinned(new, is_pinned=True)
         pin.disk_marks = marks
@@ -163,7 +183,8 @@ class Expiry:
         for node in [node for node in self._state.index.checkpoints if self._is_over(node, now_s)]:
             self._state.checkpoints.drop(node, Eviction.EXPIRED)
         disk = self._state.disk
-        if disk is not None:  # the store itself drops it
+        if disk is not None:
+            disk.tidy()
             marks: list[Checkpoint | Span] = [*disk.index.spans, *disk.index.checkpoints]
             for mark in [mark for mark in marks if self._is_over(mark, now_s)]:
                 disk.forget(mark)

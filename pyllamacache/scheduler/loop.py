@@ -98,6 +98,7 @@ def _store_everything(state: SchedulerState) -> None:
         for job in state.running:
             abandon(state, job)
             job.slot.job = None
+        state.pins.clear(None)
         while state.spans.save_some(1 << 20):
             disk.settle()  # which makes room in host memory for the next
         disk.close()

@@ -87,11 +87,9 @@ def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
 def fail(state: SchedulerState, job: Job, error: BaseException) -> None:
     """End one request with an error. What it computed stays in its slot."""
     abandon(state, job)
-    state.metrics.count("failed")
-    state.metrics.count("prompt_tokens", _prompt_tokens_held(job))
-    state.metrics.count("cached_tokens", job.resumed_tokens)
-    state.metrics.count("prefilled_tokens", _prompt_tokens_held(job) - job.resumed_tokens)
-    state.metrics.count("completion_tokens", len(job.generated))
+    state.metrics.failed(
+        job.source, prompt=_prompt_tokens_held(job), cached=job.resumed_tokens, completion=len(job.generated)
+    )
     _release(state, job)
     job.outbox.fail(error)
 

@@ -35,6 +35,8 @@ class Room:
         self._namespace_bytes = MAX_BYTES
         self._used: dict[str, int] = {}
         """Bytes of marks, by namespace."""
+        self.is_over = False
+        """A lower limit does not hold yet: what is left was in use."""
         self._clock = clock
         self._holdings = holdings
         self.give_up: GiveUp | None = None
@@ -44,7 +46,7 @@ class Room:
         """What one namespace may have; those over it give up the longest unused."""
         self._namespace_bytes = limit_bytes
         for namespace in list(self._used):
-            self._fit(namespace, 0)
+            self._fit(namespace, 0, _ANYTHING)
 
     def charge(self, namespace: str, n_bytes: int) -> None:
         """A mark has got its bytes, or (below zero) lost them."""
@@ -52,24 +54,24 @@ class Room:
         if not self._used[namespace]:
             del self._used[namespace]
 
-    def _fit(self, namespace: str, n_bytes: int) -> bool:
-        """Have the namespace give up what is over its share, whatever others have."""
+    def _fit(self, namespace: str, n_bytes: int, newcomer: Newcomer) -> bool:
+        """Have the namespace give up what is over its share, whatever others have. Only where shares were asked for."""
         while self._used.get(namespace, 0) + n_bytes > self._namespace_bytes:
             index = self._index
-            free: list[Checkpoint | Span] = [
-                mark for mark in index.spans if mark.namespace == namespace and mark.is_free and not mark.n_children
+            free: list[Checkpoint | Span] = [span for span in index.spans if not span.n_children]
+            free += index.checkpoints
+            free = [
+                mark for mark in free if mark.namespace == namespace and mark.is_free and _gives_way(mark, newcomer)
             ]
-            free += [mark for mark in index.checkpoints if mark.namespace == namespace and mark.is_free]
             if not free or self.give_up is None:
                 return False
-            self.give_up(
-                min(free, key=lambda mark: (mark.priority, mark.last_used, -mark.position)), Eviction.OUTVALUED
-            )
+            chosen = min(free, key=lambda mark: (mark.priority, mark.last_used, -mark.position))
+            self.give_up(chosen, Eviction.OUTVALUED)
         return True
 
     def allocate(self, n_bytes: int, newcomer: Newcomer, namespace: str = "") -> Block | None:
         """A block, for which others may have had to go. None: only better ones are left."""
-        if not self._fit(namespace, n_bytes):
+        if not self._fit(namespace, n_bytes, newcomer):
             return None
         block = self.pool.allocate(n_bytes)
         if block is not None or n_bytes > self.pool.limit_bytes:
@@ -83,10 +85,27 @@ class Room:
             block = self.pool.allocate(n_bytes)
         return block
 
-    def give_up_one(self) -> bool:
-        """The least valuable of all goes, for a lower limit. False: what is left is pinned or in use."""
-        chosen = self.retention.victim(_ANYTHING, now_s=self._clock(), holdings=self._holdings())
-        if chosen is None or self.give_up is None:
+    def fit_limit(self) -> None:
+        """After a lower limit: the least valuable goes, pinned ones last. What is in use goes when it no longer is."""
+        while self.pool.resident_bytes > self.pool.limit_bytes and self._give_up_one():
+            pass
+        self.is_over = self.pool.resident_bytes > self.pool.limit_bytes
+
+    def _give_up_one(self) -> bool:
+        if self.give_up is None:
             return False
-        self.give_up(chosen[0], Eviction.CLEARED)
-        return True
+        chosen = self.retention.victim(_ANYTHING, now_s=self._clock(), holdings=self._holdings())
+        if chosen is not None:
+            self.give_up(chosen[0], Eviction.CLEARED)
+            return True
+        pinned: list[Checkpoint | Span] = [span for span in self._index.spans if not (span.n_users or span.n_children)]
+        pinned += [node for node in self._index.checkpoints if not node.n_users]
+        if pinned:
+            self.give_up(min(pinned, key=lambda mark: (mark.priority, mark.last_used)), Eviction.CLEARED)
+        return bool(pinned)
+
+
+def _gives_way(mark: Checkpoint | Span, newcomer: Newcomer) -> bool:
+    """Within one namespace: never to a lower priority, and to the second class only what is of it."""
+    is_second_class = isinstance(mark, Checkpoint) and mark.is_second_class
+    return mark.priority <= newcomer.priority and (is_second_class or not newcomer.is_optional)

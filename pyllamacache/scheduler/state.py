@@ -109,6 +109,7 @@ class SchedulerState:
         """From now on what is stored in host memory is written to disk as well, behind it."""
         self.disk = disk
         disk.on_expires = self.expiry.note
+        disk.on_found = self.pins.renew_on_disk
         for mark in (*disk.index.spans, *disk.index.checkpoints):
             self.expiry.note(mark.expires_s)
         self.spans.on_saved = self._offer_span

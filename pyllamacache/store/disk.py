@@ -342,6 +342,11 @@ class DiskStore:
 
         self._folder.call("write to", drop)
 
+    def tidy(self) -> None:
+        """Remove what has expired, of all scopes, and what is over `limit_bytes`."""
+        self._check_usable()
+        self._folder.call("write to", self._shrink)
+
     def clear(self, namespace: str | None = None) -> int:
         """Remove what is stored in this scope, pinned or not; returns how many entries."""
         self._check_usable()
@@ -365,6 +370,7 @@ class DiskStore:
 
     def _shrink(self, index: disk_index.DiskIndex) -> None:
         with index.transaction("shrink") as c:
+            disk_rows.drop_expired(c, self._clock())
             evicted = self._make_room(c, disk_evict.ANY)
         self._count(evicted=evicted.n_entries, evicted_bytes=evicted.n_bytes)
         self._folder.remove_doomed(index)

@@ -140,6 +140,8 @@ class DiskIndex:
             raise CacheMismatchError(self.root, "format_version", f"at most {_SCHEMA_VERSION}", version)
         c.execute("PRAGMA secure_delete = ON")  # a deleted row held ids
         c.execute("PRAGMA journal_mode = WAL")  # where it does not work, SQLite stays with a rollback journal
+        c.execute("PRAGMA wal_autocheckpoint = 100")  # pages: the log stays far smaller than the entries
+        c.execute("PRAGMA journal_size_limit = 1048576")
         if version == 0:
             with self.transaction("create"):
                 for statement in _statements(_SCHEMA):

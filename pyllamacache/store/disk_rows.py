@@ -143,6 +143,11 @@ def is_there(c: sqlite3.Connection, scope: int, entry: DiskEntry) -> bool:
     return found is not None
 
 
+def drop_expired(c: sqlite3.Connection, now_s: float) -> int:
+    """Of all scopes. Returns how many rows."""
+    return drop(c, "seq IS NOT NULL AND pinned = 0 AND expires_s <= ?", (now_s,))
+
+
 def pin(c: sqlite3.Connection, scope: int, items: Iterable[tuple[str, bytes]], is_pinned: bool) -> None:
     """Those of the items that are there."""
     c.executemany(

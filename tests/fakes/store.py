@@ -77,6 +77,9 @@ class FakeStore:
             del self.entries[name]
         return len(gone)
 
+    def tidy(self) -> None:
+        assert not self.is_closed
+
     def lose(self, index: int) -> None:
         """Another process evicts one."""
         if self.entries:

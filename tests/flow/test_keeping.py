@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from pyllamacache import CacheConfig
-from pyllamacache.errors import ConfigError, InvalidRequestError
+from pyllamacache.errors import ConfigError, InvalidRequestError, RequestTimeoutError, UnknownOptionError
+from pyllamacache.prefix.budget import Retention
 from tests.flow.law import Pair, joined, random_ids
+from tests.flow.tiers import entry_files, store_behind
 
 NewPair = Callable[..., Pair]
 NewEngine = Callable[..., Any]
@@ -30,6 +32,12 @@ def flood(engine: Any, n: int = 6, n_tokens: int = 700) -> None:
     for i in range(n):
         engine.complete(random_ids(100 + i, n_tokens), max_tokens=2)
     audit(engine)
+
+
+def written(engine: Any) -> None:
+    """Everything that is on its way to the disk is there."""
+    store_behind(engine)
+    engine._state.disk._writer.submit(lambda: None).result()
 
 
 # ---- plan --------------------------------------------------------------------------------------------------------
@@ -275,4 +283,124 @@ def test_the_folder_cannot_be_changed_and_its_budget_can(new_engine: NewEngine, 
     engine.cache.limit(CacheConfig(disk_dir=tmp_path / "one", disk_bytes=4096))
     engine.complete(random_ids(1, 600), max_tokens=1)
     engine.close()
-    assert sum(path.stat().st_size for path in (tmp_path / "one").rglob("*.safetensors")) <= 4096
+    assert sum(path.stat().st_size for path in entry_files(tmp_path / "one")) <= 4096
+
+
+# ---- what an outsider found ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_one_namespace_gives_up_by_worth_and_nothing_of_a_higher_priority(
+    kind: str, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    choose = Retention.victim
+
+    def counted(self: Retention, *args: Any, **options: Any) -> Any:
+        asked.append(1)
+        return choose(self, *args, **options)
+
+    monkeypatch.setattr(Retention, "victim", counted)
+    cache = CacheConfig(max_parked=0, max_checkpoints=64, host_bytes="6MiB")
+    engine = new_engine(kind, n_slots=1, cache=cache)
+    precious = random_ids(3, 500)
+    engine.complete(precious, max_tokens=1, priority=50)
+    flood(engine, n=10)
+    assert asked
+    assert engine.plan(joined(precious, TALK)).resumable_tokens >= 496
+
+
+@EVERY_KIND
+def test_what_has_outlived_its_time_leaves_no_file(kind: str, new_engine: NewEngine, tmp_path: Path) -> None:
+    now = [1000.0]
+    cache = CacheConfig(disk_dir=tmp_path / "cache")
+    engine = new_engine(kind, cache=cache)
+    engine._store._clock = engine._state.clock = lambda: now[0]
+    engine._state.disk._clock = engine._state.disk._wall_clock = lambda: now[0]
+    engine.complete(joined(HEADER, TALK), max_tokens=2, ttl_s=60.0, namespace="secret")
+    engine.complete(joined(HEADER, TALK), max_tokens=2)
+    written(engine)
+    stored = engine._store.scan()[0]
+    assert {entry.namespace for entry in stored} == {"", "secret"}
+    n_kept = sum(entry.namespace == "" for entry in stored)
+    now[0] += 61.0
+    engine.plan(TALK)
+    engine.close()
+    assert len(entry_files(tmp_path / "cache")) == n_kept
+
+
+@WITH_CELLS
+def test_a_pin_reaches_the_disk_and_goes_with_the_engine(kind: str, new_engine: NewEngine, tmp_path: Path) -> None:
+    cache = CacheConfig(disk_dir=tmp_path / "cache")
+    engine = new_engine(kind, cache=cache)
+    engine.cache.pin(HEADER)
+    engine.warm(joined(HEADER, TALK), boundaries=[len(HEADER)])
+    engine.cache.pin(HEADER)
+    written(engine)
+    assert any(each.is_pinned for each in engine.cache.prefixes() if each.tier == "disk")
+    assert any(entry.is_pinned for entry in engine._store.scan()[0])
+    assert engine.cache.unpin(HEADER)
+    assert engine.cache.unpin(HEADER)
+    written(engine)
+    assert not any(entry.is_pinned for entry in engine._store.scan()[0])
+    engine.cache.pin(HEADER)
+    engine.close()
+    again = new_engine(kind, cache=cache)
+    assert not any(entry.is_pinned for entry in again._store.scan()[0])
+
+
+def test_a_pin_that_nobody_took_back_can_be_taken_back_later(new_engine: NewEngine, tmp_path: Path) -> None:
+    """As after a process that was killed."""
+    cache = CacheConfig(disk_dir=tmp_path / "cache")
+    engine = new_engine("full", cache=cache)
+    engine.warm(HEADER)
+    engine.close()
+    engine = new_engine("full", cache=cache)
+    names = [(entry.kind, entry.key) for entry in engine._store.scan()[0]]
+    engine._store.set_pinned(names, True)
+    engine.close()
+    engine = new_engine("full", cache=cache)
+    assert engine.cache.unpin(HEADER)
+    assert not engine.cache.unpin(HEADER)
+    written(engine)
+    assert not any(entry.is_pinned for entry in engine._store.scan()[0])
+
+
+@EVERY_KIND
+def test_a_lower_limit_takes_pinned_memory_too(kind: str, new_engine: NewEngine) -> None:
+    engine = new_engine(kind, cache=CacheConfig(max_parked=0))
+    engine.warm(joined(HEADER, TALK), boundaries=[len(HEADER)])
+    store_behind(engine, even_if_unwanted=True)
+    engine.cache.pin(HEADER)
+    engine.cache.limit(CacheConfig(host_bytes=0))
+    assert engine.cache.resident_bytes == 0
+    audit(engine)
+
+
+def test_a_lower_limit_of_the_disk_holds_at_once(new_engine: NewEngine, tmp_path: Path) -> None:
+    engine = new_engine("full", cache=CacheConfig(disk_dir=tmp_path / "cache"))
+    engine.complete(random_ids(1, 600), max_tokens=1)
+    written(engine)
+    assert engine._store.size_bytes > 1000
+    engine.cache.limit(CacheConfig(disk_bytes=1000))
+    engine.close()
+    assert sum(path.stat().st_size for path in entry_files(tmp_path / "cache")) <= 1000
+
+
+def test_tokens_of_failed_requests_are_counted_by_source_too(new_engine: NewEngine) -> None:
+    engine = new_engine("full")
+    engine.warm(HEADER)
+    with pytest.raises(RequestTimeoutError):
+        engine.complete(joined(HEADER, TALK), max_tokens=600, timeout_s=1e-9 + 0.02)
+    statistics = engine.statistics()
+    assert sum(statistics.cached_tokens_by_source.values()) == statistics.cached_tokens
+
+
+def test_options_that_say_nothing_about_a_prefix_are_refused(new_engine: NewEngine) -> None:
+    engine = new_engine("full")
+    for call in (engine.cache.pin, engine.cache.unpin):
+        with pytest.raises(UnknownOptionError):
+            call(HEADER, priority=3)
+    assert bool(engine.cache)
+    with pytest.raises(ConfigError, match="no disk"):
+        engine.cache.limit(CacheConfig(disk_dir="elsewhere"))

@@ -39,7 +39,7 @@ def test_an_engine_that_did_nothing_keeps_nothing(engine: Any) -> None:
     cache = engine.cache
     assert cache.entries() == ()
     assert (len(cache), cache.size_bytes, cache.resident_bytes) == (0, 0, 0)
-    assert cache.budget == CacheBudget(16, 32 << 20, 32 << 20, 32 << 20)
+    assert cache.budget == CacheBudget(16, 32 << 20, 32 << 20)
     assert cache.clear() == 0
 
 

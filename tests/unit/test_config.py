@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pyllamacache.config import CacheBudget, CacheConfig, EngineSettings, Layout, resolve_flash_attention
+from pyllamacache.config import MAX_BYTES, CacheBudget, CacheConfig, EngineSettings, Layout, resolve_flash_attention
 from pyllamacache.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -168,11 +167,11 @@ def test_a_number_of_checkpoints_that_is_none_is_named(value: Any) -> None:
     ids=range(10),
 )
 def test_a_budget_follows_the_machine(config: CacheConfig, machine_bytes: int, expected: CacheBudget) -> None:
-    assert config.resolve(machine_bytes) == replace(expected, namespace_bytes=expected.host_bytes)
+    assert config.resolve(machine_bytes) == expected
 
 
 def test_a_namespace_has_no_more_than_there_is() -> None:
-    for given, expected in (("1GiB", GIB), (0, 0), ("9GiB", 8 * GIB), (None, 8 * GIB)):
+    for given, expected in (("1GiB", GIB), (0, 0), ("9GiB", 8 * GIB), (None, MAX_BYTES)):
         assert CacheConfig(namespace_bytes=given).resolve(64 * GIB).namespace_bytes == expected
     assert CacheConfig(max_parked=3).resolve(64 * GIB).max_parked == 3
 
@@ -182,7 +181,9 @@ def test_a_folder_is_a_path_and_its_home_is_known(monkeypatch: pytest.MonkeyPatc
     assert CacheConfig(disk_dir="~/cache").disk_dir == str(tmp_path / "cache")
     assert CacheConfig(disk_dir=tmp_path).disk_dir == str(tmp_path)
     assert CacheConfig().resolve_disk() == 20 * GIB
-    for value in ("", 5, True):
+    with pytest.raises(ConfigError, match="disk_bytes"):
+        CacheConfig(disk_bytes=None)  # type: ignore[arg-type]
+    for value in ("", 5, True, b"folder", "nul\0"):
         with pytest.raises(ConfigError, match="disk_dir"):
             CacheConfig(disk_dir=value)  # type: ignore[arg-type]
 
