@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from tests.models import FullSpec, HybridSpec, ModelCache, RecurrentSpec, SlidingSpec, TinySpec
 
-_SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+_SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
 settings.register_profile("ci", deadline=None, print_blob=True, suppress_health_check=_SLOW_MACHINE)
 settings.register_profile("long", settings.get_profile("ci"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -56,7 +56,7 @@ def test_s02_a_short_prompt_has_a_checkpoint_too(kind: str, new_pair: NewPair) -
 
 @pytest.mark.parametrize(
     ("kind", "n_prefix", "n_question"),
-    [*((kind, 400, 30) for kind in WITH_STATE), ("hybrid", 1500, 700)],
+    [*((kind, 400, 30) for kind in WITH_STATE), pytest.param("hybrid", 1500, 700, marks=pytest.mark.slow)],
 )
 def test_s03_another_question_over_the_same_text(kind: str, n_prefix: int, n_question: int, new_pair: NewPair) -> None:
     """Where the caller names the boundary it costs the question; where not, once what the last n_batch cost."""

@@ -83,6 +83,7 @@ def test_replies_do_not_change_with_the_run(tiny_path: Callable[[TinySpec | str]
 
 
 @pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a short context, which cuts the system prompt: how long it takes is for the benchmarks."""

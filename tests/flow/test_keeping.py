@@ -27,7 +27,7 @@ def audit(engine: Any) -> None:
     engine._scheduler.inbox.call(engine._state.audit)
 
 
-def flood(engine: Any, n: int = 6, n_tokens: int = 700) -> None:
+def flood(engine: Any, n: int = 4, n_tokens: int = 700) -> None:
     """Conversations that need all there is."""
     for i in range(n):
         engine.complete(random_ids(100 + i, n_tokens), max_tokens=2)
@@ -133,7 +133,7 @@ def test_a_pinned_prefix_outlives_a_flood_and_an_unpinned_one_does_not(kind: str
     assert pair.warm.cache.unpin(HEADER)
     assert not pair.warm.cache.unpin(HEADER)
     pair.warm.slots[0].erase()
-    flood(pair.warm, n=8)
+    flood(pair.warm, n=6)
     audit(pair.warm)
     gone = pair.ask(joined(HEADER, TALK[::-1], TALK), max_tokens=2)
     assert gone.usage.cached_tokens < len(HEADER)

@@ -153,7 +153,14 @@ def cold_answers() -> Callable[[str, bool], Answers]:
 @pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 @pytest.mark.parametrize(
     ("kind", "budget"),
-    [("full", "32"), *((kind, budget) for kind in KINDS[1:] for budget in BUDGETS)],
+    [
+        ("full", "32"),
+        *(
+            pytest.param(kind, budget, marks=[pytest.mark.slow] if budget in ("1", "32") else [])
+            for kind in KINDS[1:]
+            for budget in BUDGETS
+        ),
+    ],
 )
 def test_reuse_never_changes_an_answer(
     kind: str, budget: str, exact: bool, new_pair: Callable[..., Pair], cold_answers: Callable[[str, bool], Answers]

@@ -171,6 +171,7 @@ def test_a_real_sliding_model_says_what_it_can_resume(gemma3: Model) -> None:
         assert (reply.cache.reason.value, reply.cache.position) == ("no_checkpoint", 300)
 
 
+@pytest.mark.slow
 def test_a_real_window_is_put_back_after_it_moved_on(gemma3: Model) -> None:
     """560 tokens, then 400 others, then back: what is asked can only be answered from the window that is gone.
 

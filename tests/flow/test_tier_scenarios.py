@@ -109,6 +109,7 @@ def test_s41_a_checkpoint_serves_every_slot_while_its_own_is_busy(kind: str, new
     assert len(donor.result().token_ids) == 200
 
 
+@pytest.mark.slow
 @EVERY_KIND
 def test_s45_nobody_goes_on_with_the_text_of_a_stranger(kind: str, new_pair: NewPair, tmp_path: Path) -> None:
     """Six unrelated conversations fill every tier; then pairs of new prompts, each with a nonce of its own."""
@@ -598,6 +599,7 @@ def test_s30_a_process_killed_while_it_writes_leaves_what_was_whole(
 # ---- theme 7: warm and cold --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_k", ["f32", pytest.param("f16", marks=pytest.mark.slow), "q8_0"])
 @pytest.mark.parametrize("kind", ["full", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_s65_a_repeated_prompt_gives_equal_bits_in_exact_mode(kind: str, type_k: str, new_pair: NewPair) -> None:
@@ -613,6 +615,7 @@ def test_s65_a_repeated_prompt_gives_equal_bits_in_exact_mode(kind: str, type_k:
         assert {reply.token_ids for reply in said} == {said[0].token_ids}
 
 
+@pytest.mark.slow
 @EVERY_KIND
 def test_s68_a_probe_gives_equal_bits_whatever_ran_in_between(kind: str, new_pair: NewPair, tmp_path: Path) -> None:
     """Unrelated prompts with nonces, alone and side by side, slots saved and put back, tiers used."""

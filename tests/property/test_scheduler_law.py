@@ -434,7 +434,10 @@ CAPTURED: list[tuple[type[Sequences], Memory]] = [(LateCapture, memory) for memo
 CAPTURED += [(ForeignDonor, Memory.HYBRID), (ForeignDonor, Memory.SLIDING)]
 
 
-@pytest.mark.parametrize(("planted", "memory"), CAPTURED)
+@pytest.mark.parametrize(
+    ("planted", "memory"),
+    [pytest.param(*each, marks=[] if each[1] is Memory.HYBRID else [pytest.mark.slow]) for each in CAPTURED],
+)
 def test_a_wrong_checkpoint_shows_in_the_answers(planted: type[Sequences], memory: Memory) -> None:
     with pytest.raises(AssertionError, match="a cold run"):
         run_law(planted, memory)
