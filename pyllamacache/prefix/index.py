@@ -1,4 +1,4 @@
-"""Which prefixes exist and where: one radix tree over token ids, for all slots, memory and disk of an engine.
+"""Which prefixes exist and where: a radix tree over token ids, by namespace.
 
 An edge holds the ids that everything below it shares, so a prefix that many have is stored once. What exists hangs on
 the tree as marks at exact positions; a node ends only where prompts part:
@@ -10,7 +10,8 @@ the tree as marks at exact positions; a node ends only where prompts part:
     span        the KV cells of [start, end) in host memory or on disk, start a multiple of the span length
     parked      a sequence that nobody runs holds the KV cells of [0, end) on the device
 
-Slots are not in the tree: their content changes with every token, and there are few of them.
+An engine has one of these for what is parked and in host memory, and one for what is on disk; a lookup walks both
+(`stored`). Slots are in neither: their content changes with every token, and there are few of them.
 """
 
 from __future__ import annotations
@@ -130,8 +131,6 @@ class Span(Mark):
     """The span that ends where this one starts."""
     n_children: int = 0
     """Spans that start where this one ends: it goes after them."""
-    in_host: bool = False
-    on_disk: bool = False
     key: bytes = field(default=b"", repr=False)
     """Of the chain, where it was computed."""
 
@@ -151,7 +150,6 @@ class Checkpoint(Mark):
     children: list[Checkpoint] = field(default_factory=list, repr=False)
     is_ready: bool = False
     """Its bytes are whole."""
-    on_disk: bool = False
     key: bytes = field(default=b"", repr=False)
 
     @property
