@@ -93,6 +93,7 @@ def test_s05_reasoning_removed_from_history_costs_the_answer(kind: str, new_pair
     assert _hit_rate(replies) > 0.85
 
 
+@pytest.mark.slow
 def test_s05_reasoning_removed_two_requests_later_costs_what_follows_the_last_user_turn(new_pair: NewPair) -> None:
     """A tool loop keeps its thoughts until the user speaks again; then those of both of its replies go."""
     pair = new_pair("hybrid", n_ctx=1280)
@@ -129,7 +130,9 @@ def test_s07_few_checkpoints_stay_spread_over_a_long_session(kind: str, new_pair
     check_budget(pair.warm)
 
 
-@pytest.mark.parametrize(("kind", "n"), [("sliding", 1000), ("hybrid", 3000), ("recurrent", 1000)])
+@pytest.mark.parametrize(
+    ("kind", "n"), [("sliding", 1000), pytest.param("hybrid", 3000, marks=pytest.mark.slow), ("recurrent", 1000)]
+)
 def test_s09_a_cancelled_long_prompt_goes_on_and_an_insertion_costs_its_distance(
     kind: str, n: int, new_pair: NewPair
 ) -> None:

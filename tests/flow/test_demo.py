@@ -74,6 +74,7 @@ def test_a_model_without_a_vocabulary_is_refused(
     assert "vocabulary" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_replies_do_not_change_with_the_run(tiny_path: Callable[[TinySpec | str], Path], capsys: Any) -> None:
     runs = []
     for _ in range(2):

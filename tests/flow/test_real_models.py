@@ -149,6 +149,7 @@ WINDOW = 512
 """Gemma 3's sliding window in tokens."""
 
 
+@pytest.mark.slow
 def test_a_real_sliding_model_says_what_it_can_resume(gemma3: Model) -> None:
     """Append: all of it. An edit inside the window: there. An edit far back: nothing without checkpoints, and why."""
     assert gemma3.memory == "sliding"

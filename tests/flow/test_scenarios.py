@@ -201,6 +201,7 @@ def test_s56_a_dropped_oldest_turn_is_named_at_the_right_token(new_pair: Callabl
         assert (reply.usage.cached_tokens, reply.cache.reason.value, reply.cache.position) == (100, "diverged", 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type_k", "type_v"), [("f16", "f16"), ("q8_0", "q8_0")])
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_s65_exact_mode_reproduces_the_cold_run_bit_for_bit(
@@ -214,6 +215,7 @@ def test_s65_exact_mode_reproduces_the_cold_run_bit_for_bit(
         pair.ask(ids, max_tokens=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_s68_a_probe_answers_the_same_before_between_and_after_others(
     kind: str, new_engine: Callable[..., Any], tmp_path: Any
