@@ -189,9 +189,11 @@ def all_names(c: sqlite3.Connection) -> set[str]:
 
 def size_bytes(c: sqlite3.Connection) -> int:
     """Of all files that are there or being written; without those that are being removed, which nobody waits for."""
-    total: int = c.execute("SELECT value FROM meta WHERE name = 'total'").fetchone()[0]
-    leaving: int = c.execute("SELECT coalesce(sum(size), 0) FROM doomed WHERE NOT stuck").fetchone()[0]
-    return total - leaving
+    # One statement: between two, another process could have finished removing.
+    n_bytes: int = c.execute(
+        "SELECT value - (SELECT coalesce(sum(size), 0) FROM doomed WHERE NOT stuck) FROM meta WHERE name = 'total'"
+    ).fetchone()[0]
+    return n_bytes
 
 
 def doomed(c: sqlite3.Connection) -> list[str]:
