@@ -156,7 +156,9 @@ def table() -> str:
             loaded[name] = json.loads(path.read_text(encoding="utf-8"))
     if not loaded:
         return "Nothing has been measured yet."
-    origin = next(data["origin"] for data in loaded.values() if data["origin"]["model"])
+    origins = [data["origin"] for _, data in sorted(loaded.items()) if data["origin"]["model"]]
+    origins = [each for each in origins if not each["model"]["name"].startswith("tiny")] or origins
+    origin = max(origins, key=lambda each: str(each["date"]))
     machine = f"{origin['cpu']}, {origin['cores']} cores (shared)"
     versions = f"llama.cpp {origin['llama']}, Python {origin['python']}, {origin['date']}"
     lines = [
