@@ -45,7 +45,6 @@ class Job:
     """What is still being put back into its slot, which is not fed until then."""
     restore_started_s: float = 0.0
     restored_s: float = 0.0
-    restored_bytes: int = 0
     prefill_started_s: float = 0.0
     first_token_s: float = 0.0
     source: Source = Source.NONE

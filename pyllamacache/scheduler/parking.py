@@ -15,7 +15,6 @@ from ..request import SlotId
 
 if TYPE_CHECKING:
     from ..prefix.index import Parked
-    from ..request import Ids
     from .slots import SlotState
     from .state import SchedulerState
 
@@ -120,7 +119,3 @@ class Parking:
         for each in found:
             self.cut(each.seq_id, 0, is_outgrown=True)
         return len(found)
-
-    def donor(self, parked: Parked) -> tuple[SlotId, Ids]:
-        """What a slot takes cells from."""
-        return parked.seq_id, parked.ids()

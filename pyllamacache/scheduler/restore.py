@@ -263,7 +263,6 @@ def _append(state: SchedulerState, job: Job, restore: Restore, span: Span) -> bo
         span.hits += 1
         span.last_used = state.checkpoints.now
         state.room.retention.used(span)
-        job.restored_bytes += span.n_bytes
         state.checkpoints.rates.loaded("host", span.n_bytes, state.clock() - started_s)
         return True
     finally:
