@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,17 +160,38 @@ class Spelling:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """Which parts of a prompt's text came from which messages. All offsets are bytes of the text as UTF-8.
+
+    A message that the template leaves out, or puts elsewhere, begins where the next one does.
+    """
+
+    starts: tuple[int, ...]
+    """Where each message begins, ascending; as many as `messages`."""
+    header_end: int
+    """End of the header: what the tools and the system messages at the front gave. 0: there is none."""
+    generation_start: int
+    """Where what the template adds for the reply begins; the end of the text if it adds nothing."""
+    inputs: tuple[tuple[int, int], ...] = ()
+    """Ranges [start, end) that came from the caller, ascending and disjoint; the rest is the template's."""
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    """As sent, in OpenAI's shape."""
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A tokenized prompt: what every later stage works on.
 
     `ids` is a read-only int32 array of shape (n_tokens,). `text` is what the caller sent, if it was text. `spelling` is
-    None where nobody will ask for it. `retokenized_at` is as in `CacheReport`.
+    None where nobody will ask for it. `retokenized_at` is as in `CacheReport`. `outline` is that of a rendered chat.
     """
 
     ids: Ids
     text: str | None = None
     spelling: Spelling | None = None
     retokenized_at: int | None = None
+    outline: Outline | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
