@@ -168,6 +168,17 @@ class GrammarError(RequestError, ValueError):
         super().__init__(f"grammar: {problem}")
 
 
+class ChatTemplateError(RequestError, ValueError):
+    """The model's chat template does not parse, or refuses these messages or tools. Nothing was sent.
+
+    `problem` is what the template engine said, without the text of messages.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"chat template: {problem}; check the messages, or give another template (chat_template=)")
+        self.problem = problem
+
+
 class WrongThreadError(RequestError):
     """The engine was asked from its own scheduler thread: from a finalizer, a log handler or a listener."""
 

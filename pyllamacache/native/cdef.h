@@ -160,6 +160,19 @@ int32_t plc_capture_ready(struct plc_capture * capture);
 size_t  plc_capture_finish(struct plc_capture * capture);
 void    plc_capture_cancel(struct plc_capture * capture);
 
+struct plc_chat;
+struct plc_chat_reply;
+
+void   plc_text_free(char * text);
+struct plc_chat * plc_chat_new(const struct llama_model * model, const char * source, const char * bos, const char * eos,
+                               char ** error);
+void   plc_chat_free(struct plc_chat * chat);
+char * plc_chat_facts(const struct plc_chat * chat, char ** error);
+char * plc_chat_render(struct plc_chat * chat, const struct llama_model * model, const char * request,
+                       struct plc_chat_reply ** reply, char ** error);
+char * plc_chat_feed(struct plc_chat_reply * reply, const char * text, size_t text_len, int32_t is_last, char ** error);
+void   plc_chat_reply_free(struct plc_chat_reply * reply);
+
 struct plc_sampler_params {
     float    temperature;
     int32_t  top_k;
@@ -175,6 +188,7 @@ struct plc_sampler_params {
     const int32_t * bias_ids;
     const float *   bias_values;
     const char *    grammar;
+    const char *    constraint;
     int32_t  n_logprobs;
 };
 

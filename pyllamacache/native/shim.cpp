@@ -1,5 +1,8 @@
 #include "shim.h"
 
+#include "constraint.h"
+#include "guard.h"
+
 #include "ggml-backend.h"
 
 #include <algorithm>
@@ -13,11 +16,8 @@
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
-
-#include <pthread.h>
 
 namespace {
 
@@ -82,6 +82,8 @@ void log_callback(ggml_log_level level, const char * text, void *) {
     }
 }
 
+} // namespace
+
 void log_error(const char * where, const char * what) {
     try {
         log_ring().add(GGML_LOG_LEVEL_ERROR, (std::string(where) + ": " + what + "\n").c_str());
@@ -89,54 +91,7 @@ void log_error(const char * where, const char * what) {
     }
 }
 
-template <typename R, typename F> R guarded(const char * where, R on_failure, F && body) noexcept {
-    try {
-        return body();
-    } catch (const std::exception & err) {
-        log_error(where, err.what());
-    } catch (...) {
-        log_error(where, "unknown exception");
-    }
-    return on_failure;
-}
-
-// Some of llama.cpp recurses over a caller's text: std::regex, behind pre-tokenizers without a splitter of their own,
-// once per character of a run of equal class (26,000 spaces overflow 8 MiB and end the process), the grammar parser
-// once per bracket or rule. So a long text gets a thread with a stack to match. A stack costs what is touched of it.
-template <typename F> void with_stack_for(const char * where, size_t text_len, F && body) noexcept {
-    constexpr size_t k_short_text = 2048;
-    constexpr size_t k_base_bytes = 8u << 20;
-    constexpr size_t k_per_byte   = 1024; // three times what the recursion was seen to need
-    constexpr size_t k_page       = 1u << 16;
-
-    if (text_len <= k_short_text) {
-        body();
-        return;
-    }
-    const auto run = [](void * self) noexcept -> void * {
-        (*static_cast<std::remove_reference_t<F> *>(self))();
-        return nullptr;
-    };
-    const size_t   stack_size = (k_base_bytes + k_per_byte * text_len + k_page - 1) / k_page * k_page;
-    pthread_attr_t attributes;
-    pthread_t      thread;
-    if (pthread_attr_init(&attributes) != 0) {
-        return;
-    }
-    if (pthread_attr_setstacksize(&attributes, stack_size) != 0 ||
-        pthread_create(&thread, &attributes, run, &body) != 0) {
-        log_error(where, "no stack for a text of this length");
-    } else {
-        pthread_join(thread, nullptr);
-    }
-    pthread_attr_destroy(&attributes);
-}
-
-struct sampler_deleter {
-    void operator()(llama_sampler * sampler) const { llama_sampler_free(sampler); }
-};
-
-using sampler_ptr = std::unique_ptr<llama_sampler, sampler_deleter>;
+namespace {
 
 } // namespace
 
@@ -674,7 +629,7 @@ void plc_capture_cancel(plc_capture * capture) noexcept { llama_state_capture_ca
 
 struct plc_sampler {
     sampler_ptr chain;   // NULL: greedy over the logits, with bias and end-of-generation tokens forbidden in place
-    sampler_ptr grammar; // NULL: none
+    Constraint  constraint;
 
     std::vector<llama_token>      eog;
     std::vector<llama_logit_bias> bias;
@@ -704,13 +659,14 @@ plc_sampler * plc_sampler_new(const llama_model * model, const plc_sampler_param
             }
         }
 
-        if (params->grammar) {
-            with_stack_for("llama_sampler_init_grammar", std::strlen(params->grammar), [&]() noexcept {
-                res->grammar.reset(guarded<llama_sampler *>("llama_sampler_init_grammar", nullptr, [&] {
-                    return llama_sampler_init_grammar(vocab, params->grammar, "root");
-                }));
+        if (params->grammar || params->constraint) {
+            const char * text = params->grammar ? params->grammar : params->constraint;
+            with_stack_for("llama_sampler_init_grammar", std::strlen(text), [&]() noexcept {
+                res->constraint = guarded<Constraint>("llama_sampler_init_grammar", Constraint(), [&] {
+                    return params->grammar ? Constraint::from_grammar(vocab, text) : Constraint(vocab, text);
+                });
             });
-            if (!res->grammar) {
+            if (!res->constraint) {
                 return nullptr;
             }
         }
@@ -723,7 +679,7 @@ plc_sampler * plc_sampler_new(const llama_model * model, const plc_sampler_param
         for (int32_t i = 0; i < params->n_bias; ++i) {
             res->bias.push_back({ params->bias_ids[i], params->bias_values[i] });
         }
-        if (is_greedy && !has_penalties && !res->grammar) {
+        if (is_greedy && !has_penalties && !res->constraint) {
             return res.release();
         }
 
@@ -863,22 +819,22 @@ static int32_t sample_token(plc_sampler & sampler, float * logits, int32_t n_voc
     fill_candidates(sampler, logits, n_vocab);
     llama_token_data chosen = apply_chain(sampler);
 
-    if (sampler.grammar) {
+    if (sampler.constraint) {
         // most tokens are allowed: test the chosen one before paying for the whole vocabulary
         llama_token_data       one    = { chosen.id, 1.0f, 0.0f };
         llama_token_data_array single = { &one, 1, -1, false };
-        llama_sampler_apply(sampler.grammar.get(), &single);
+        sampler.constraint.apply(single);
         if (one.logit == -INFINITY || !(chosen.logit > -INFINITY)) {
             fill_candidates(sampler, logits, n_vocab);
             llama_token_data_array all = { sampler.candidates.data(), sampler.candidates.size(), -1, false };
-            llama_sampler_apply(sampler.grammar.get(), &all);
+            sampler.constraint.apply(all);
             chosen = apply_chain(sampler);
         }
     }
     require_possible(chosen.logit);
 
-    if (sampler.grammar) {
-        llama_sampler_accept(sampler.grammar.get(), chosen.id);
+    if (sampler.constraint) {
+        sampler.constraint.accept(chosen.id);
     }
     llama_sampler_accept(sampler.chain.get(), chosen.id);
     return chosen.id;

@@ -162,6 +162,29 @@ PLC_API int32_t plc_capture_ready(struct plc_capture * capture) PLC_NOEXCEPT;
 PLC_API size_t  plc_capture_finish(struct plc_capture * capture) PLC_NOEXCEPT; // waits; bytes written, 0: it failed
 PLC_API void    plc_capture_cancel(struct plc_capture * capture) PLC_NOEXCEPT;
 
+// ---- chat: templates, tool calls and schemas of llama-common; JSON in, JSON out ----
+
+struct plc_chat;       // the templates of a model
+struct plc_chat_reply; // the parser of one reply
+
+// Texts that come out are freed with plc_text_free. *error is NULL or why nothing came out.
+PLC_API void plc_text_free(char * text) PLC_NOEXCEPT;
+
+// model: NULL for a template without one. source, bos, eos: NULL for the model's own.
+PLC_API struct plc_chat * plc_chat_new(const struct llama_model * model, const char * source, const char * bos,
+                                       const char * eos, char ** error) PLC_NOEXCEPT;
+PLC_API void   plc_chat_free(struct plc_chat * chat) PLC_NOEXCEPT;
+PLC_API char * plc_chat_facts(const struct plc_chat * chat, char ** error) PLC_NOEXCEPT;
+// request: {messages, tools, tool_choice, parallel_tool_calls, json_schema, enable_thinking, template_kwargs, now_s,
+// add_generation_prompt}. out: {prompt, parts: [[came from the request, bytes], ...], generation_prompt, stops, and what
+// the sampler needs: constraint or null}. reply: NULL where none is expected.
+PLC_API char * plc_chat_render(struct plc_chat * chat, const struct llama_model * model, const char * request,
+                               struct plc_chat_reply ** reply, char ** error) PLC_NOEXCEPT;
+// text: what was generated since the last call, control tokens included. out: {message, deltas}.
+PLC_API char * plc_chat_feed(struct plc_chat_reply * reply, const char * text, size_t text_len, int32_t is_last,
+                             char ** error) PLC_NOEXCEPT;
+PLC_API void   plc_chat_reply_free(struct plc_chat_reply * reply) PLC_NOEXCEPT;
+
 // ---- sampling ----
 
 struct plc_sampler_params {
@@ -178,7 +201,8 @@ struct plc_sampler_params {
     int32_t  n_bias;
     const int32_t * bias_ids;
     const float *   bias_values;
-    const char *    grammar;    // NULL: none
+    const char *    grammar;    // GBNF; NULL: none
+    const char *    constraint; // instead: the "constraint" that plc_chat_render gave; NULL: none
     int32_t  n_logprobs;        // -1: none; 0: of the sampled token; n: and the n most probable
 };
 

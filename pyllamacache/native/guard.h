@@ -1,0 +1,54 @@
+// Keeps C++ exceptions inside the native library, and gives recursion over a caller's text the stack it needs.
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <type_traits>
+#include <utility>
+
+#include <pthread.h>
+
+void log_error(const char * where, const char * what); // into the log ring
+
+template <typename R, typename F> R guarded(const char * where, R on_failure, F && body) noexcept {
+    try {
+        return body();
+    } catch (const std::exception & err) {
+        log_error(where, err.what());
+    } catch (...) {
+        log_error(where, "unknown exception");
+    }
+    return on_failure;
+}
+
+// Some of llama.cpp recurses over a caller's text: std::regex, behind pre-tokenizers without a splitter of their own,
+// once per character of a run of equal class (26,000 spaces overflow 8 MiB and end the process), the grammar parser
+// once per bracket or rule. So a long text gets a thread with a stack to match. A stack costs what is touched of it.
+template <typename F> void with_stack_for(const char * where, size_t text_len, F && body) noexcept {
+    constexpr size_t k_short_text = 2048;
+    constexpr size_t k_base_bytes = 8u << 20;
+    constexpr size_t k_per_byte   = 1024; // three times what the recursion was seen to need
+    constexpr size_t k_page       = 1u << 16;
+
+    if (text_len <= k_short_text) {
+        body();
+        return;
+    }
+    const auto run = [](void * self) noexcept -> void * {
+        (*static_cast<std::remove_reference_t<F> *>(self))();
+        return nullptr;
+    };
+    const size_t   stack_size = (k_base_bytes + k_per_byte * text_len + k_page - 1) / k_page * k_page;
+    pthread_attr_t attributes;
+    pthread_t      thread;
+    if (pthread_attr_init(&attributes) != 0) {
+        return;
+    }
+    if (pthread_attr_setstacksize(&attributes, stack_size) != 0 ||
+        pthread_create(&thread, &attributes, run, &body) != 0) {
+        log_error(where, "no stack for a text of this length");
+    } else {
+        pthread_join(thread, nullptr);
+    }
+    pthread_attr_destroy(&attributes);
+}
