@@ -156,7 +156,10 @@ class Engine:
         self._metrics = Metrics(self._traits.kv_tokens if self._traits.memory.has_cells else 0)
         budget = (cache or CacheConfig()).resolve(memory_bytes())
         self._pool = HostPool(budget.host_bytes)
-        self._state = SchedulerState(context, self._metrics, time.monotonic, self._native.piece, self._pool, budget)
+        native = self._native
+        self._state = SchedulerState(
+            context, self._metrics, time.monotonic, native.piece, self._pool, budget, native.control_text
+        )
         speller = Speller(self._native.tokenize, self._native.piece, self._native.control_text)
         self._texts = TextMatcher(self._state.transcripts, self._native.tokenize, speller)
         self._scheduler = Scheduler(self._state, self._what)
@@ -262,7 +265,8 @@ class Engine:
             n_slots=self._traits.n_slots,
             n_ctx=self._traits.n_ctx,
             generate=generate,
-            texts=None if self._traits.exact else self._texts,
+            texts=self._texts,
+            matches_texts=not self._traits.exact,
         )
 
     # -- slots --

@@ -139,6 +139,8 @@ class SamplingParams:
     """No end-of-generation token is sampled before this many tokens."""
     grammar: str | None = None
     """GBNF, root rule `root`."""
+    constraint: str | None = field(default=None, repr=False)
+    """In place of `grammar`: what a chat template asks of a reply, as JSON that only the template's engine reads."""
     logprobs: bool = False
     top_logprobs: int = 0
 
@@ -157,6 +159,8 @@ class Spelling:
     parse_special: bool
     reply_ends: tuple[int, ...] = ()
     """How many tokens there were when a reply ended, ascending."""
+    literals: tuple[tuple[int, int], ...] = ()
+    """Ranges of `data`, ascending, that spell a control token and were taken as text, as a chat's contents are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,20 @@ class Outline:
     messages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     """As sent, in OpenAI's shape."""
     tools: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """Messages and tools as the model's template writes them: a prompt for every method of an engine that takes one."""
+
+    text: str = field(repr=False)
+    outline: Outline = field(repr=False)
+    boundaries: tuple[int, ...] = ()
+    """Bytes of the text at which a checkpoint is wanted, ascending."""
+    stops: tuple[str, ...] = field(default=(), repr=False)
+    """Texts that end a reply, beside the tokens that do."""
+    constraint: str | None = field(default=None, repr=False)
+    """As in `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +235,8 @@ class Request:
     timeout_s: float | None = None
     priority: int = 0
     ttl_s: float | None = None
+    spells_controls: bool = False
+    """The reply's text has the control tokens in it, but for the one that ends it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class NativeSampler:
         ids = ffi.new("int32_t[]", list(params.logit_bias))
         values = ffi.new("float[]", list(params.logit_bias.values()))
         grammar = ffi.NULL if params.grammar is None else ffi.new("char[]", params.grammar.encode())
+        constraint = ffi.NULL if params.constraint is None else ffi.new("char[]", params.constraint.encode())
         native = ffi.new(
             "struct plc_sampler_params *",
             {
@@ -48,6 +49,7 @@ class NativeSampler:
                 "bias_ids": ids,
                 "bias_values": values,
                 "grammar": grammar,
+                "constraint": constraint,
                 "n_logprobs": params.top_logprobs if params.logprobs else -1,
             },
         )
@@ -60,7 +62,7 @@ class NativeSampler:
         )
         if not pointer:
             log = collect_log()
-            if params.grammar is not None:
+            if params.grammar is not None or params.constraint is not None:
                 raise GrammarError(log or "it does not parse, or has no rule named root")
             raise NativeError("llama_sampler_init", -1, log)
         self.pointer = pointer

@@ -37,7 +37,10 @@ def take_token(state: SchedulerState, job: Job, token: int, logprob: TokenLogpro
     if token in state.traits.eog_ids:
         text, reason = "", "stop"
     else:
-        text = job.text.push(state.piece(token))
+        piece = state.piece(token)
+        if not piece and job.request.spells_controls:
+            piece = state.control_text(token)
+        text = job.text.push(piece)
         if job.text.stopped:
             reason = "stop"
         elif len(job.generated) >= job.request.max_tokens:
@@ -116,7 +119,14 @@ def _remember(state: SchedulerState, job: Job) -> None:
     """Keep what a text prompt and its reply were spelled with; before the answer, which may be sent back at once."""
     request = job.request
     if request.store and request.prompt.spelling is not None:
-        transcript = transcribe(request.namespace, request.prompt, job.generated, state.piece, state.traits.eog_ids)
+        transcript = transcribe(
+            request.namespace,
+            request.prompt,
+            job.generated,
+            state.piece,
+            state.control_text,
+            state.traits.eog_ids,
+        )
         if transcript is not None:
             state.transcripts.add(transcript)
 

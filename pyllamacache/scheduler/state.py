@@ -52,6 +52,7 @@ class SchedulerState:
         piece: Callable[[int], bytes],
         pool: HostPool,
         budget: CacheBudget,
+        control_text: Callable[[int], bytes] = lambda _: b"",
     ) -> None:
         self.backend = backend
         self.traits: Traits = backend.traits
@@ -59,6 +60,7 @@ class SchedulerState:
         self.metrics = metrics
         self.clock = clock
         self.piece = piece
+        self.control_text = control_text
         self.rules = self._rules(budget)
         self.slots = [SlotState(SlotId(i)) for i in range(self.traits.n_slots)]
         self.index = PrefixIndex()

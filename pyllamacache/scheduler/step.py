@@ -167,7 +167,8 @@ def _take_fed(state: SchedulerState, job: Job, feed: Feed, result: StepResult, i
 
 
 def _sampling_error(job: Job, log: str) -> Exception:
-    if job.request.sampling.grammar is not None:
+    sampling = job.request.sampling
+    if sampling.grammar is not None or sampling.constraint is not None:
         return GrammarError(log)
     return NativeError("llama_sampler_sample", -1, log)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 
 from ..errors import InvalidRequestError, RequestTooLongError, UnknownOptionError
-from ..request import Prompt, Request, RequestId, SamplingParams
+from ..request import Prompt, RenderedChat, Request, RequestId, SamplingParams
 from .validate import (
     check_boundaries,
     check_flag,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..request import Ids
     from .transcripts import TextMatcher
 
-    PromptInput = str | Sequence[int] | Ids
-    """Text, or token ids."""
+    PromptInput = str | Sequence[int] | Ids | RenderedChat
+    """Text, token ids, or messages that a template has rendered (`Engine.render`)."""
 
 
 class PromptOptions(TypedDict, total=False):
@@ -123,6 +123,9 @@ _WARM = frozenset(
 
 DEFAULT_MAX_TOKENS = 64
 
+CHAT_MAX_TOKENS = 1024
+"""The default for chats, less where the context has no room for it."""
+
 MAX_MARKS = 16
 """Places in a prompt that texts in `boundaries` can mark."""
 
@@ -139,10 +142,12 @@ def build_request(
     n_ctx: int,
     generate: bool = True,
     texts: TextMatcher | None = None,
+    matches_texts: bool = True,
 ) -> Request:
     """Check everything a caller said, tokenize, and freeze it. Runs on the caller's thread.
 
-    Without `texts`, a text is what plain tokenization makes of it.
+    Without `texts`, a text is what plain tokenization makes of it; `matches_texts` False: with them too, but that what
+    spells a control token in a chat's messages stays text.
 
     Raises:
         InvalidRequestError, UnknownOptionError: an argument.
@@ -151,19 +156,23 @@ def build_request(
     """
     _check_names(options, generate)
     given: dict[str, Any] = dict(options)
-    max_tokens = check_max_tokens(given.get("max_tokens", DEFAULT_MAX_TOKENS)) if generate else 0
+    chat = prompt if isinstance(prompt, RenderedChat) else None
+    tokenized = _tokenized(prompt, given, tokenize, n_vocab, texts, matches_texts=matches_texts)
+    fits = DEFAULT_MAX_TOKENS if chat is None else max(1, min(CHAT_MAX_TOKENS, n_ctx - len(tokenized)))
+    max_tokens = check_max_tokens(given.get("max_tokens", fits)) if generate else 0
     sampling = check_sampling(
         n_vocab=n_vocab,
         max_tokens=max_tokens,
         **{name: given[name] for name in _SAMPLING & given.keys()},
     )
-    stop = check_stop(given.get("stop"))
+    if chat is not None and chat.constraint is not None and sampling.grammar is None:
+        sampling = replace(sampling, constraint=chat.constraint)
+    stop = check_stop(given.get("stop")) + (() if chat is None else chat.stops)
     if not has_vocab and (stop or sampling.grammar is not None):
         raise InvalidRequestError(
             "stop" if stop else "grammar",
             "the model has no vocabulary, so its replies have no text",
         )
-    tokenized = _tokenized(prompt, given, tokenize, n_vocab, texts)
     request = Request(
         request_id=request_id,
         prompt=tokenized,
@@ -174,12 +183,13 @@ def build_request(
         slot=check_slot(given.get("slot"), n_slots),
         namespace=check_namespace(given.get("namespace", "")),
         store=check_flag(given.get("store", True), field="store"),
-        boundaries=_boundaries(tokenized, given, tokenize),
+        boundaries=_boundaries(tokenized, given, tokenize, () if chat is None else chat.boundaries),
         return_logits=check_flag(given.get("return_logits", False), field="return_logits"),
         generate=generate,
         timeout_s=check_timeout(given.get("timeout_s")),
         priority=check_priority(given.get("priority", 0)),
         ttl_s=check_timeout(given.get("ttl_s"), field="ttl_s"),
+        spells_controls=chat is not None,
     )
     if len(request.prompt) + max_tokens > n_ctx:
         raise RequestTooLongError(len(request.prompt), max_tokens, n_ctx, "n_ctx")
@@ -187,10 +197,19 @@ def build_request(
 
 
 def _boundaries(
-    prompt: Prompt, given: Mapping[str, object], tokenize: Callable[[str, bool, bool], Ids]
+    prompt: Prompt,
+    given: Mapping[str, object],
+    tokenize: Callable[[str, bool, bool], Ids],
+    wanted_bytes: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Token positions inside the prompt, ascending."""
+    """Token positions inside the prompt, ascending; `wanted_bytes` are offsets in its text."""
     found: set[int] = set()
+    for offset in wanted_bytes:
+        if prompt.spelling is not None:
+            found.add(int(np.searchsorted(prompt.spelling.ends, offset, side="right")))
+        else:
+            head = tokenize(str(prompt.text).encode()[:offset].decode(errors="ignore"), True, True)
+            found.add(_common(head, prompt.ids))
     starts: set[int] = set()
     add_special, parse_special = bool(given.get("add_special", True)), bool(given.get("parse_special", False))
     for boundary in check_boundaries(given.get("boundaries", ())):
@@ -245,21 +264,24 @@ def _tokenized(
     tokenize: Callable[[str, bool, bool], Ids],
     n_vocab: int,
     texts: TextMatcher | None,
+    *,
+    matches_texts: bool,
 ) -> Prompt:
+    chat = prompt if isinstance(prompt, RenderedChat) else None
     add_special = check_flag(given.get("add_special", True), field="add_special")
-    parse_special = check_flag(given.get("parse_special", False), field="parse_special")
+    parse_special = check_flag(given.get("parse_special", chat is not None), field="parse_special")
     match = check_flag(given.get("match_text", True), field="match_text")
-    if not isinstance(prompt, str):
-        return Prompt(check_ids(prompt, n_vocab))
-    text = check_text(prompt)
-    if texts is None:
+    if chat is None and not isinstance(prompt, str):
+        return Prompt(check_ids(cast("Sequence[int]", prompt), n_vocab))
+    text = check_text(cast("str", prompt)) if chat is None else chat.text
+    if texts is None or (chat is None and not matches_texts):
         return Prompt(check_ids(tokenize(text, add_special, parse_special), n_vocab), text)
     tokenized = texts.prompt(
         text,
         check_namespace(given.get("namespace", "")),
         add_special,
         parse_special,
-        match=match and check_flag(given.get("cache_prompt", True), field="cache_prompt"),
-        spell=check_flag(given.get("store", True), field="store"),
+        match=match and matches_texts and check_flag(given.get("cache_prompt", True), field="cache_prompt"),
+        inputs=() if chat is None else chat.outline.inputs,
     )
-    return replace(tokenized, ids=check_ids(tokenized.ids, n_vocab))
+    return replace(tokenized, ids=check_ids(tokenized.ids, n_vocab), outline=None if chat is None else chat.outline)

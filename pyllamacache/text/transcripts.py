@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..request import Prompt, Spelling
+from .marked import MarkedTokenizer, Ranges, agrees_upto
 
 if TYPE_CHECKING:
     from ..request import Ids
@@ -70,20 +71,25 @@ def transcribe(
     prompt: Prompt,
     generated: Sequence[int],
     piece: Callable[[int], bytes],
+    control_text: Callable[[int], bytes],
     ends_reply: frozenset[int],
 ) -> Transcript | None:
     """The transcript of a request that ended. None: its prompt has no spelling.
 
-    A token that adds nothing to the text, or that is in `ends_reply`, ends it: sent back as text, it comes from a
-    template.
+    A token in `ends_reply` ends it: sent back as text, it comes from a template. So does one that adds nothing to the
+    text, unless control tokens that the text spells are parsed.
     """
     known = prompt.spelling
     if known is None:
         return None
     tokens: list[int] = []
     pieces: list[bytes] = []
+    controls: list[int] = []
     for token in generated:
         spelled = b"" if token in ends_reply else piece(token)
+        if not spelled and known.parse_special and token not in ends_reply:
+            spelled = control_text(token)
+            controls.append(len(prompt.ids) + len(tokens))
         if not spelled:
             break
         tokens.append(token)
@@ -97,6 +103,7 @@ def transcribe(
         known,
         data=known.data + b"".join(pieces),
         ends=ends,
+        controls=np.concatenate([known.controls, np.array(controls[: len(tokens)], dtype=np.int32)]),
         reply_ends=(*known.reply_ends, len(ids)),
     )
     return Transcript(namespace, ids, spelling, prompt.retokenized_at)
@@ -176,6 +183,7 @@ class _Tail:
     ids: Ids
     ends: Ids
     controls: Ids
+    literals: Ranges = ()
 
     def control_starts(self) -> Ids:
         """Where the control tokens begin."""
@@ -191,24 +199,32 @@ class TextMatcher:
 
     def __init__(self, transcripts: Transcripts, tokenize: Tokenize, speller: Speller) -> None:
         self._transcripts = transcripts
-        self._tokenize = tokenize
-        self._speller = speller
+        self._tokenizer = MarkedTokenizer(tokenize, speller)
 
     def prompt(
-        self, text: str, namespace: str, add_special: bool, parse_special: bool, *, match: bool, spell: bool
+        self,
+        text: str,
+        namespace: str,
+        add_special: bool,
+        parse_special: bool,
+        *,
+        match: bool,
+        inputs: Ranges = (),
     ) -> Prompt:
-        """`text` as a prompt. `match` False is plain tokenization; `spell` says that a transcript may be made of it."""
+        """`text` as a prompt. `match` False is plain tokenization.
+
+        What spells a control token in `inputs`, ranges of its UTF-8, stays text.
+        """
         data = text.encode()
         found = self._transcripts.match(data, namespace, add_special, parse_special) if match else None
         if found is not None:
-            prompt = self._continue(*found, text, data)
+            prompt = self._continue(*found, text, data, inputs)
             if prompt is not None:
                 return prompt
-        ids = self._tokenize(text, add_special, parse_special)
-        spelling = self._speller.spelling(ids, data, add_special, parse_special) if spell else None
+        ids, spelling = self._tokenizer.whole(text, data, inputs, add_special, parse_special)
         return Prompt(ids, text, spelling)
 
-    def _continue(self, known: Transcript, n_common: int, text: str, data: bytes) -> Prompt | None:
+    def _continue(self, known: Transcript, n_common: int, text: str, data: bytes, inputs: Ranges) -> Prompt | None:
         """`data`, whose first `n_common` bytes `known` begins with. None: its plain tokens do not spell it.
 
         Plain tokenization is made from a place where it begins anew, whatever came before: the last control token in
@@ -216,7 +232,8 @@ class TextMatcher:
         end: from there on the ids are the plain ones. The end of a reply is kept even if a plain token crosses it.
         """
         spelling = known.spelling
-        n_before, plain = self._plain(known, n_common, text, data)
+        n_common = agrees_upto(spelling, inputs, n_common)
+        n_before, plain = self._plain(known, n_common, text, data, inputs)
         if plain is None:
             return None
         mine = _tail_of(known, n_before)
@@ -224,7 +241,7 @@ class TextMatcher:
         cut, rest = _last_common_end(mine, plain, limit, data), plain
         reply_end = _last_reply_end(spelling, limit, data)
         if reply_end > cut:
-            follows = self._tokens_from(reply_end, data, spelling.parse_special)
+            follows = self._tokens_from(reply_end, data, inputs, spelling.parse_special)
             if follows is not None:
                 cut, rest = _last_common_end(mine, follows, limit, data), follows
         n_kept = n_before + mine.n_ending_at(cut)
@@ -234,25 +251,27 @@ class TextMatcher:
             differs_at = _first_difference(ids, plain.ids, n_before)
         return Prompt(ids, text, _joined(spelling, n_kept, rest, rest.n_ending_at(cut), data), differs_at)
 
-    def _plain(self, known: Transcript, n_common: int, text: str, data: bytes) -> tuple[int, _Tail | None]:
+    def _plain(
+        self, known: Transcript, n_common: int, text: str, data: bytes, inputs: Ranges
+    ) -> tuple[int, _Tail | None]:
         """Plain tokens of `data` from some token of `known` on, and which one it is."""
         spelling = known.spelling
         n_controls = int(np.searchsorted(spelling.ends[spelling.controls], n_common, side="right"))
         if n_controls:
             index = int(spelling.controls[n_controls - 1])
-            tail = self._tokens_from(_tail_of(known, index).start, data, spelling.parse_special)
+            tail = self._tokens_from(_tail_of(known, index).start, data, inputs, spelling.parse_special)
             if tail is not None and tail.ids[0] == known.ids[index]:
                 return index, tail
-        ids = self._tokenize(text, spelling.add_special, spelling.parse_special)
-        whole = self._speller.spelling(ids, data, spelling.add_special, spelling.parse_special)
-        return 0, None if whole is None else _Tail(0, ids, whole.ends, whole.controls)
+        ids, whole = self._tokenizer.whole(text, data, inputs, spelling.add_special, spelling.parse_special)
+        return 0, None if whole is None else _Tail(0, ids, whole.ends, whole.controls, whole.literals)
 
-    def _tokens_from(self, start: int, data: bytes, parse_special: bool) -> _Tail | None:
+    def _tokens_from(self, start: int, data: bytes, inputs: Ranges, parse_special: bool) -> _Tail | None:
         """`data` from a byte on, tokenized by itself; None where its tokens do not spell it."""
-        rest = data[start:]
-        ids = self._tokenize(rest.decode(), False, parse_special)
-        spelled = self._speller.ends(ids, rest, parse_special, at_start=False)
-        return None if spelled is None else _Tail(start, ids, spelled[0] + np.int32(start), spelled[1])
+        tail = self._tokenizer.tail(start, data, inputs, parse_special)
+        if tail is None:
+            return None
+        ids, ends, controls, literals = tail
+        return _Tail(start, ids, ends + np.int32(start), controls, literals)
 
 
 def _tail_of(known: Transcript, n_before: int) -> _Tail:
@@ -294,12 +313,14 @@ def _last_reply_end(spelling: Spelling, limit: int, data: bytes) -> int:
 def _joined(known: Spelling, n_kept: int, rest: _Tail, n_skipped: int, data: bytes) -> Spelling:
     controls = known.controls[: int(np.searchsorted(known.controls, n_kept))]
     others = rest.controls[int(np.searchsorted(rest.controls, n_skipped)) :]
+    literals = [each for each in known.literals if each[1] <= rest.start]
     return replace(
         known,
         data=data,
         ends=np.concatenate([known.ends[:n_kept], rest.ends[n_skipped:]]),
         controls=np.concatenate([controls, others + np.int32(n_kept - n_skipped)]),
         reply_ends=tuple(n_tokens for n_tokens in known.reply_ends if n_tokens <= n_kept),
+        literals=(*literals, *rest.literals),
     )
 
 

@@ -52,7 +52,7 @@ def test_ids_spell_the_prompt_and_say_where_they_are_others(data: st.DataObject,
         before = data.draw(st.sampled_from(known))
         text = before[: data.draw(st.integers(0, len(before)))] if data.draw(st.booleans()) else before
         text += data.draw(TEXTS)
-        prompt = matcher.prompt(text, "", True, parse, match=True, spell=True)
+        prompt = matcher.prompt(text, "", True, parse, match=True)
         ids, plain = prompt.ids.tolist(), vocab.tokenize(text, True, parse).tolist()
         assert vocab.spelled(prompt.ids) == text.encode()
         differs = [at for at, pair in enumerate(zip(ids, plain, strict=False)) if pair[0] != pair[1]]
@@ -66,7 +66,7 @@ def test_ids_spell_the_prompt_and_say_where_they_are_others(data: st.DataObject,
         ]
         assert [(ids[at]) for at in prompt.spelling.controls] == [token for _, token in controls(vocab, ids)]
         generated = data.draw(replies(vocab))
-        transcript = transcribe("", prompt, generated, vocab.piece, frozenset({EOS}))
+        transcript = transcribe("", prompt, generated, vocab.piece, vocab.control_text, frozenset({EOS}))
         assert transcript is not None
         assert transcript.spelling.ends[-1:].tolist() in ([], [len(transcript.spelling.data)])
         transcripts.add(transcript)
@@ -79,14 +79,14 @@ def test_a_reply_that_is_continued_keeps_all_its_ids(
 ) -> None:
     transcripts = Transcripts()
     matcher = TextMatcher(transcripts, vocab.tokenize, vocab.speller())
-    prompt = matcher.prompt(text, "", True, False, match=True, spell=True)
+    prompt = matcher.prompt(text, "", True, False, match=True)
     generated = data.draw(replies(vocab))
-    transcript = transcribe("", prompt, generated, vocab.piece, frozenset({EOS}))
+    transcript = transcribe("", prompt, generated, vocab.piece, vocab.control_text, frozenset({EOS}))
     assert transcript is not None
     transcripts.add(transcript)
     n_reply = len(transcript.ids) - len(prompt.ids)
     reply = b"".join(map(vocab.piece, generated[:n_reply]))
     if not n_reply or "\ufffd" in reply.decode(errors="replace"):
         return
-    again = matcher.prompt(text + reply.decode() + more, "", True, False, match=True, spell=True)
+    again = matcher.prompt(text + reply.decode() + more, "", True, False, match=True)
     assert again.ids[: len(transcript.ids)].tolist() == transcript.ids.tolist()

@@ -33,7 +33,7 @@ class Talk:
         self, text: str, *, namespace: str = "", match: bool = True, parse_special: bool | None = None
     ) -> Prompt:
         parse = self.parse_special if parse_special is None else parse_special
-        prompt = self.matcher.prompt(text, namespace, True, parse, match=match, spell=True)
+        prompt = self.matcher.prompt(text, namespace, True, parse, match=match)
         assert prompt.text == text
         if prompt.spelling is not None:
             assert len(prompt.spelling.ends) == len(prompt.ids)
@@ -43,7 +43,7 @@ class Talk:
     def reply(self, text: str, generated: list[int], *, namespace: str = "", match: bool = True) -> list[int]:
         """A request and its reply; all its ids."""
         prompt = self.prompt(text, namespace=namespace, match=match)
-        transcript = transcribe(namespace, prompt, generated, self.vocab.piece, STARTS)
+        transcript = transcribe(namespace, prompt, generated, self.vocab.piece, self.vocab.control_text, STARTS)
         assert transcript is not None
         self.transcripts.add(transcript)
         return [*prompt.ids.tolist(), *generated]
@@ -195,7 +195,7 @@ def test_text_that_spells_a_control_token_stays_text() -> None:
     for _ in range(2):
         prompt = talk.prompt((HEAD + "ab") * 100, parse_special=False)
         assert prompt.ids.max() < FIRST_CONTROL
-        transcript = transcribe("", prompt, tokens("c"), talk.vocab.piece, STARTS)
+        transcript = transcribe("", prompt, tokens("c"), talk.vocab.piece, talk.vocab.control_text, STARTS)
         assert transcript is not None
         talk.transcripts.add(transcript)
     template = talk.prompt(HEAD + "ab" + NEXT)
@@ -231,7 +231,7 @@ def test_a_model_that_adds_something_after_a_text_is_left_alone() -> None:
     talk = Talk(WordVocab(start=(BOS,), end=(EOS,)))
     prompt = talk.prompt(HEAD)
     assert prompt.spelling is None
-    assert transcribe("", prompt, tokens("a"), talk.vocab.piece, STARTS) is None
+    assert transcribe("", prompt, tokens("a"), talk.vocab.piece, talk.vocab.control_text, STARTS) is None
 
 
 def test_a_space_that_the_vocabulary_adds_is_no_part_of_the_text() -> None:
