@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import NativeError
+from ..observe.histogram import Recorder
 from ..observe.metrics import CheckpointCounts
 from ..prefix.budget import Newcomer
 from ..prefix.index import Checkpoint, PrefixIndex
@@ -39,6 +40,17 @@ MAX_IN_FLIGHT = 2
 class _InFlight:
     node: Checkpoint
     capture: Capture
+    began_s: float
+    attended_s: float | None
+    """Since when the scheduler's thread has been at it; None: it does other things meanwhile."""
+    stall_s: float = 0.0
+    """What the thread spent on it before that."""
+
+    def leave(self, now_s: float) -> None:
+        """The thread turns to other things."""
+        if self.attended_s is not None:
+            self.stall_s += now_s - self.attended_s
+            self.attended_s = None
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +114,7 @@ class Checkpoints:
         self._refused: Counter[str] = Counter()
         self._evicted: Counter[str] = Counter()
         self._stall_s = 0.0
+        self._capture, self._stall = Recorder(), Recorder()
 
     # ---- asking ----
 
@@ -156,6 +169,8 @@ class Checkpoints:
             held=len(self._blocks),
             held_bytes=self.used_bytes,
             in_flight=len(self._in_flight),
+            max_held=self.budget.max_checkpoints if self.is_on else 0,
+            limit_bytes=self.budget.checkpoint_bytes if self.is_on else 0,
             captured=dict(self._taken),
             refused=dict(self._refused),
             evicted=dict(self._evicted),
@@ -164,6 +179,8 @@ class Checkpoints:
             mode=self._mode,
             staging_bytes=self._staging_bytes,
             stall_s=self._stall_s,
+            capture=self._capture.value(),
+            stall=self._stall.value(),
         )
 
     # ---- taking ----
@@ -189,12 +206,15 @@ class Checkpoints:
             return self._meet(path[-1], kind)
         started_s = self._clock()
         try:
-            return self._begin(slot, kind, ids, path)
+            return self._begin(slot, kind, ids, path, started_s)
         except NativeError:
             self._refuse("failed")
             return None
         finally:
-            self._stall_s += self._clock() - started_s
+            now_s = self._clock()
+            self._stall_s += now_s - started_s
+            for each in self._in_flight:
+                each.leave(now_s)
 
     def _meet(self, node: Checkpoint, kind: CheckpointKind) -> Checkpoint:
         """There is one where another kind is wanted: it serves both."""
@@ -203,7 +223,9 @@ class Checkpoints:
             node.kind = kind
         return node
 
-    def _begin(self, slot: SlotState, kind: CheckpointKind, ids: Ids, path: list[Checkpoint]) -> Checkpoint | None:
+    def _begin(
+        self, slot: SlotState, kind: CheckpointKind, ids: Ids, path: list[Checkpoint], started_s: float
+    ) -> Checkpoint | None:
         self.poll()
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._want(slot, kind)
@@ -232,7 +254,7 @@ class Checkpoints:
         node = self._add(slot.namespace, ids, kind, block)
         node.priority, node.expires_s = slot.priority, slot.expires_s
         self._room.retention.changed(node)
-        self._in_flight.append(_InFlight(node, capture))
+        self._in_flight.append(_InFlight(node, capture, began_s, started_s))
         self.poll()
         self._expect()
         return node if node in self._blocks else None
@@ -420,6 +442,10 @@ class Checkpoints:
         self.n_ended += 1
         self.has_changed = True
         if each.capture.finish():
+            now_s = self._clock()
+            each.leave(now_s)
+            self._capture.add(now_s - each.began_s)
+            self._stall.add(each.stall_s)
             self._taken[each.node.kind.value] += 1
             self._has_become_ready(each.node)
         else:
@@ -446,6 +472,7 @@ class Checkpoints:
         """Wait for the oldest capture in flight: nothing else can go on."""
         started_s = self._clock()
         if self._in_flight:
+            self._in_flight[0].attended_s = started_s
             self._end(self._in_flight[0])
         self._stall_s += self._clock() - started_s
         self.serve()
@@ -498,6 +525,7 @@ class Checkpoints:
     def set_budget(self, budget: CacheBudget) -> None:
         """Give up what no longer fits, the least valuable first, and return the memory to the system."""
         self.budget = budget
+        self.has_changed = True
         self._room.set_namespace_bytes(budget.namespace_bytes)
         self.is_on = self._backend.traits.has_state and budget.max_checkpoints > 0
         self._pool.set_limit(budget.host_bytes)

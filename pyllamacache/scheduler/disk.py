@@ -39,6 +39,7 @@ class Store(Protocol):
     """What is asked of `store.disk.DiskStore`."""
 
     scope: str
+    limit_bytes: int
 
     def scan(self, since: int = 0) -> tuple[list[DiskEntry], int]: ...
     def write(self, entry: DiskEntry, data: npt.NDArray[np.uint8]) -> bool: ...
@@ -97,7 +98,9 @@ class DiskTier:
         self.on_found: Callable[[], None] = lambda: None
         """Is told when something that was written is there."""
         self._token = 0
-        self._by_key: dict[tuple[str, bytes], Mark] = {}
+        self._by_key: dict[tuple[str, bytes], Span | Checkpoint] = {}
+        self.n_bytes = 0
+        """Of all that is known to be there."""
         self._orphans: dict[bytes, list[DiskEntry]] = {}
         """Entries that came before the span they continue, by its key."""
         self._waiting: deque[_Offer] = deque()
@@ -135,7 +138,7 @@ class DiskTier:
                 self._take(each)
 
     def _add(self, entry: DiskEntry, ids: Ids) -> None:
-        mark: Mark
+        mark: Span | Checkpoint
         if entry.kind == "span":
             match = self.index.match(entry.namespace, ids)
             known = match.spans.get(entry.start)
@@ -156,6 +159,17 @@ class DiskTier:
             mark.expires_s = self._clock() + entry.expires_s - self._wall_clock()
             self.on_expires(mark.expires_s)
         self._by_key[entry.kind, entry.key] = mark
+        self.n_bytes += mark.n_bytes
+
+    @property
+    def n_entries(self) -> int:
+        """Known to be there."""
+        return len(self._by_key)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of the folder."""
+        return self._store.limit_bytes
 
     def adopt(self, namespace: str, ids: Ids) -> None:
         """Find states by the keys of this prompt: where no spans are stored (recurrent models) it alone has the ids."""
@@ -178,7 +192,9 @@ class DiskTier:
 
     def forget(self, mark: Mark) -> None:
         """It is not there any more, or of no use."""
-        self._by_key.pop((kind_name(mark), mark.key), None)
+        known = self._by_key.pop((kind_name(mark), mark.key), None)
+        if known is not None:
+            self.n_bytes -= known.n_bytes
         if mark.node is not None:
             self.index.remove(mark)
 

@@ -95,7 +95,8 @@ class Parking:
     def _drop_one(self) -> bool:
         candidates = [each for each in self._state.index.parked if each.is_free]
         if candidates:
-            self.cut(min(candidates, key=lambda each: (each.priority, each.last_used)).seq_id, 0)
+            given_up = min(candidates, key=lambda each: (each.priority, each.last_used))
+            self._state.metrics.count("evicted_outnumbered", self.cut(given_up.seq_id, 0))
         return bool(candidates)
 
     def cut(self, seq_id: SlotId, n_tokens: int, *, is_outgrown: bool = False) -> int:

@@ -91,7 +91,11 @@ def fail(state: SchedulerState, job: Job, error: BaseException) -> None:
     """End one request with an error. What it computed stays in its slot."""
     abandon(state, job)
     state.metrics.failed(
-        job.source, prompt=_prompt_tokens_held(job), cached=job.resumed_tokens, completion=len(job.generated)
+        job.source,
+        job.reason,
+        prompt=_prompt_tokens_held(job),
+        cached=job.resumed_tokens,
+        completion=len(job.generated),
     )
     _release(state, job)
     job.outbox.fail(error)

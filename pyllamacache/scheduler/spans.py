@@ -7,6 +7,7 @@ slot or parked sequence --save_some--> block of the pool --+--> put back by `res
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..errors import NativeError
@@ -53,12 +54,19 @@ class Spans:
         """Is told when all that is worth it of a sequence has been stored, as far as there was room."""
         self.credit_tokens = 0
         """Cells used up since something was last copied under load."""
-        self.n_saved = self.n_refused = self.n_evicted = 0
+        self.n_saved = self.n_refused = 0
+        self.evicted: Counter[str] = Counter()
+        """Given up, by `Eviction`."""
 
     @property
     def orphans(self) -> ValuesView[Block]:
         """Memory of spans that were given up and are still being read."""
         return self._orphans.values()
+
+    @property
+    def n_evicted(self) -> int:
+        """But for those that the caller cleared."""
+        return self.evicted.total() - self.evicted[Eviction.CLEARED.value]
 
     @property
     def is_on(self) -> bool:
@@ -198,7 +206,8 @@ class Spans:
             self._orphans[span] = block
         else:
             block.release()
-        self.n_evicted += reason is not None and reason is not Eviction.CLEARED
+        if reason is not None:
+            self.evicted[reason.value] += 1
 
     def hold(self, span: Span) -> Block:
         """Its bytes stay where they are until it is let go."""

@@ -271,13 +271,19 @@ class SchedulerState:
             parked_tokens=sum(each.position for each in parked),
             spans=len(spans.blocks),
             span_bytes=spans.used_bytes,
+            host_bytes=self.room.pool.resident_bytes,
+            host_limit_bytes=self.room.pool.limit_bytes,
             spans_saved=spans.n_saved,
             spans_refused=spans.n_refused,
             spans_evicted=spans.n_evicted,
+            evicted=dict(spans.evicted),
         )
         if disk is not None:
             counts = replace(
                 counts,
+                disk_entries=disk.n_entries,
+                disk_bytes=disk.n_bytes,
+                disk_limit_bytes=disk.limit_bytes,
                 disk_waiting=disk.n_waiting,
                 disk_written=disk.n_written,
                 disk_refused=disk.n_refused,
@@ -444,7 +450,7 @@ class SchedulerState:
     def apply_cuts(self, cuts: tuple[Cut, ...]) -> None:
         for cut in cuts:
             if cut.slot_id >= len(self.slots):
-                self.metrics.count("evicted_tokens", self.parking.cut(cut.slot_id, cut.n_tokens))
+                self.metrics.count("evicted_parked", self.parking.cut(cut.slot_id, cut.n_tokens))
                 continue
             slot = self.slots[cut.slot_id]
             if slot.is_busy:
@@ -452,4 +458,4 @@ class SchedulerState:
             n_before = len(slot)
             self.spans.save_tail(slot.slot_id, slot, reusable(self, slot), cut.n_tokens)
             self.trim(slot, cut.n_tokens)
-            self.metrics.count("evicted_tokens", n_before - len(slot))
+            self.metrics.count("evicted_slot", n_before - len(slot))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pyllamacache.config import Memory
+from pyllamacache.observe.histogram import SECONDS_BOUNDS, Histogram, Recorder
 from pyllamacache.request import Reason, Source
 from tests.fakes import Driver, GroupFault, make_traits
 
@@ -33,6 +36,8 @@ def test_totals_are_the_sums_of_the_answers(memory: Memory, exact: bool) -> None
     assert total.cached_tokens + total.prefilled_tokens == total.prompt_tokens
     assert sum(total.requests_by_reason.values()) == sum(total.requests_by_source.values()) == len(answers)
     assert sum(total.cached_tokens_by_source.values()) == total.cached_tokens
+    assert sum(total.prefilled_tokens_by_reason.values()) == total.prefilled_tokens
+    assert total.prefill.count == total.restore.count == len(answers)
     assert total.hit_rate == total.cached_tokens / total.prompt_tokens
 
 
@@ -102,3 +107,99 @@ def test_a_request_that_went_in_circles_reports_what_is_there() -> None:
     result = driver.complete(PROMPT, max_tokens=4)
     assert result.usage.prompt_tokens == len(PROMPT) == result.cache.prefilled_tokens
     assert driver.statistics.n_lost_steps == 2
+
+
+# ---- durations and evictions -----------------------------------------------------------------------------------
+
+
+def test_a_duration_falls_into_the_first_bucket_that_reaches_it() -> None:
+    recorder = Recorder()
+    for seconds in (0.0, -1.0, 0.0001, 0.00011, 100.0, 100.1, 1e9):
+        recorder.add(seconds)
+    value = recorder.value()
+    assert value.counts == (3, 1, *[0] * 16, 1, 2)
+    assert len(value.counts) == len(value.bounds) + 1
+    assert value.count == 7
+    assert value.sum_s == pytest.approx(1e9 + 200.1 + 0.00021)
+    assert value.bounds is SECONDS_BOUNDS
+    assert tuple(sorted(SECONDS_BOUNDS)) == SECONDS_BOUNDS
+
+
+def test_a_value_does_not_change_with_its_recorder() -> None:
+    recorder = Recorder()
+    before = recorder.value()
+    recorder.add(1.0)
+    assert before == Histogram()
+    assert before.mean_s == 0.0
+    assert recorder.value().mean_s == 1.0
+
+
+def test_prefill_seconds_are_those_of_the_answers() -> None:
+    driver = Driver()
+    driver.backend.before_step = lambda: driver.clock.advance(0.3)
+    answers = [driver.complete([*PROMPT, n], max_tokens=2) for n in range(3)]
+    total = driver.statistics
+    assert total.prefill.sum_s == pytest.approx(sum(each.timings.prefill_s for each in answers))
+    assert total.restore.sum_s == pytest.approx(sum(each.timings.restore_s for each in answers))
+    assert total.prefill.count == total.restore.count == 3
+
+
+def test_evicted_tokens_have_a_cause() -> None:
+    driver = Driver(make_traits(n_slots=3, kv_tokens=40))
+    for n in range(4):
+        driver.complete([n * 50 + each for each in range(18)], max_tokens=2)
+    total = driver.statistics
+    assert total.n_evicted_tokens > 0
+    assert set(total.evicted_tokens_by_cause) == {"slot", "parked", "outnumbered"}
+    assert total.n_evicted_tokens == total.evicted_tokens_by_cause["slot"] + total.evicted_tokens_by_cause["parked"]
+
+
+def test_each_capture_that_became_ready_is_timed() -> None:
+    """In flight while steps of a second go by, of which the thread spends none on it."""
+    driver = Driver(make_traits(Memory.HYBRID, n_slots=1), max_checkpoints=8)
+    driver.backend.before_step = lambda: driver.clock.advance(1.0)
+    driver.backend.capture_polls = 3
+    driver.complete(PROMPT, max_tokens=6, boundaries=[8])
+    driver.state.checkpoints.finish_all()
+    driver.state.report_checkpoints()
+    checkpoints = driver.statistics.checkpoints
+    n_captured = sum(checkpoints.captured.values())
+    assert n_captured > 0
+    assert checkpoints.capture.count == checkpoints.stall.count == n_captured
+    assert checkpoints.capture.sum_s >= 1.0
+    assert checkpoints.stall.sum_s == 0.0
+
+
+def test_a_stall_is_what_the_thread_spent_on_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second to begin, two to wait for it at the end."""
+    driver = Driver(make_traits(Memory.HYBRID, n_slots=1), max_checkpoints=8)
+    driver.backend.capture_polls = 10**9
+    begin = driver.backend.begin_capture
+
+    def slow_begin(seq_id: int, data: Any) -> Any:
+        driver.clock.advance(0.5)
+        capture = begin(seq_id, data)
+        if capture is not None:
+            end = capture.finish
+
+            def slow_finish() -> bool:
+                driver.clock.advance(2.0)
+                return end()
+
+            monkeypatch.setattr(capture, "finish", slow_finish)
+        return capture
+
+    monkeypatch.setattr(driver.backend, "begin_capture", slow_begin)
+    driver.warm(PROMPT)
+    driver.state.checkpoints.finish_all()
+    driver.state.report_checkpoints()
+    checkpoints = driver.statistics.checkpoints
+    assert checkpoints.stall.count == sum(checkpoints.captured.values()) > 0
+    assert checkpoints.stall.sum_s == checkpoints.stall_s == 2.5 * checkpoints.stall.count
+    assert checkpoints.max_held == 8
+
+
+def test_a_memory_without_a_state_has_no_limits_for_checkpoints() -> None:
+    driver = Driver(max_checkpoints=8)
+    driver.complete(PROMPT)
+    assert (driver.statistics.checkpoints.max_held, driver.statistics.checkpoints.limit_bytes) == (0, 0)
