@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .errors import PyLlamaCacheError
     from .model import Model
+    from .observe.histogram import Histogram
     from .observe.metrics import CheckpointCounts, Statistics, TierCounts
+    from .observe.prometheus import register_metrics
     from .request import (
         CacheReport,
         CheckpointKind,
@@ -47,6 +49,7 @@ _HOMES = {
     "Completion": "request",
     "Engine": "engine",
     "Handle": "scheduler.handle",
+    "Histogram": "observe.histogram",
     "Layout": "config",
     "Memory": "config",
     "Model": "model",
@@ -61,6 +64,7 @@ _HOMES = {
     "Timings": "request",
     "TokenLogprob": "request",
     "Usage": "request",
+    "register_metrics": "observe.prometheus",
 }
 
 __all__ = [
@@ -75,6 +79,7 @@ __all__ = [
     "Completion",
     "Engine",
     "Handle",
+    "Histogram",
     "Layout",
     "Memory",
     "Model",
@@ -91,6 +96,7 @@ __all__ = [
     "Usage",
     "__version__",
     "errors",
+    "register_metrics",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

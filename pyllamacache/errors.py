@@ -53,6 +53,15 @@ class CpuUnsupportedError(PyLlamaCacheError, ImportError):
         self.missing = missing
 
 
+class MissingExtraError(PyLlamaCacheError, ImportError):
+    """Something needs a package that comes with an optional extra."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install 'pyllamacache[{extra}]'")
+        self.package = package
+        self.extra = extra
+
+
 # ---- models ----------------------------------------------------------------------------------------------------
 
 

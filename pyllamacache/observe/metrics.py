@@ -53,9 +53,13 @@ class CheckpointCounts:
 class TierCounts:
     """What is kept of KV cells outside the slots, and what became of it.
 
-    Counts grow, but for `parked` to `host_limit_bytes` and `disk_entries` to `disk_waiting`, which are as of now.
+    Counts grow, but for `slots` to `host_limit_bytes` and `disk_entries` to `disk_waiting`, which are as of now.
     """
 
+    slots: int = 0
+    """That hold something."""
+    slot_tokens: int = 0
+    """In them; what several share counts for each."""
     parked: int = 0
     """Prefixes that hold cells on the device, beside the slots."""
     parked_tokens: int = 0

@@ -267,6 +267,8 @@ class SchedulerState:
         """Tell the statistics what is kept outside the slots."""
         parked, spans, disk = self.index.parked, self.spans, self.disk
         counts = TierCounts(
+            slots=sum(len(slot) > 0 for slot in self.slots),
+            slot_tokens=sum(map(len, self.slots)),
             parked=len(parked),
             parked_tokens=sum(each.position for each in parked),
             spans=len(spans.blocks),
