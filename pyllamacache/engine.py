@@ -11,12 +11,23 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 from .cache import Cache
+from .chat.render import Renderer
+from .chat.reply import TokenTexts
+from .chat.service import ChatService
 from .config import CacheConfig, EngineSettings, Layout, resolve_flash_attention
-from .errors import CacheCorruptError, ClosedError, ConfigError, ForkedError, UnknownOptionError
+from .errors import (
+    CacheCorruptError,
+    ClosedError,
+    ConfigError,
+    ForkedError,
+    ModelUnsupportedError,
+    UnknownOptionError,
+)
 from .model import Model
+from .native.chat import NativeTemplates
 from .native.context import NativeContext
 from .native.library import devices
 from .native.library import info as library_info
@@ -30,7 +41,7 @@ from .scheduler.inbox import Outbox, Submission
 from .scheduler.loop import Scheduler
 from .scheduler.slot_files import idle_slot, kind_of, put_checkpoints, put_state
 from .scheduler.state import SchedulerState
-from .slot import Slot
+from .slot import Slot, Slots
 from .store import slotfile
 from .store.disk import DiskStore
 from .store.host import HostPool
@@ -43,9 +54,11 @@ from .text.validate import check_ids
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from .chat.options import ChatOptions, TemplateChoices
+    from .chat.shapes import ChatChunk, ChatCompletion
     from .observe.metrics import Statistics
     from .prefix.index import Checkpoint
-    from .request import Chunk, Completion, Ids, Request, ReusePlan, Usage
+    from .request import Chunk, Completion, Ids, RenderedChat, Request, ReusePlan, Usage
     from .scheduler.slots import SlotInfo
     from .store.host import Block
     from .store.slotfile import Bytes
@@ -80,6 +93,7 @@ class Engine:
         exact: answer with reuse bit for bit as without; see the README for what that costs.
         offload_kqv: keep the KV cache on the device.
         rope_scaling: None, "none", "linear", "yarn" or "longrope"; needed to go beyond the trained length.
+        chat_template: Jinja source in place of the model's own template; without either, ChatML.
         cache: what is kept beside the context; None: `CacheConfig()`.
         progress: a progress bar for prefills longer than two seconds; None: on a terminal or in a notebook.
     Raises:
@@ -106,6 +120,7 @@ class Engine:
         rope_scaling: str | None = None,
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
+        chat_template: str | None = None,
         cache: CacheConfig | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -113,6 +128,8 @@ class Engine:
             raise ConfigError("model", model, "a pyllamacache.Model")
         if not (cache is None or isinstance(cache, CacheConfig)):
             raise ConfigError("cache", cache, "a pyllamacache.CacheConfig")
+        if not (chat_template is None or isinstance(chat_template, str)):
+            raise ConfigError("chat_template", type(chat_template).__name__, "the source of a Jinja template, or None")
         on_cpu = model._n_gpu_layers == 0 or not any(device.is_gpu for device in devices())
         self._settings = EngineSettings.check(
             on_cpu=on_cpu,
@@ -145,6 +162,9 @@ class Engine:
             ),
         )
         self._model = model
+        self._chat_template = chat_template
+        self._chat_service: ChatService | None = None
+        self._chat_renderer: Renderer | None = None
         self._native = model._native
         self._what = f"engine of {model.path.name}"
         self._pid = os.getpid()
@@ -230,6 +250,69 @@ class Engine:
         request = self._request(prompt, options)
         return self._scheduler.inbox.call(lambda: forecast(self._state, request))
 
+    # -- chat --
+
+    @overload
+    def chat(
+        self, messages: Sequence[Any], *, stream: Literal[False] = False, **options: Unpack[ChatOptions]
+    ) -> ChatCompletion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Any], *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> Iterator[ChatChunk]: ...
+    def chat(
+        self, messages: Sequence[Any], *, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> ChatCompletion | Iterator[ChatChunk]:
+        """Answer messages in OpenAI's shape; options: `ChatOptions`. With `stream`, an iterator of chunks.
+
+        Checkpoints are taken where later prompts leave this one: after tools and system messages, before the last
+        question and tool result, before what the template adds for the reply, and at `cache_control` marks. What
+        messages say is never read as control tokens.
+
+        Raises:
+            InvalidRequestError, UnknownOptionError, RequestTooLongError: nothing was sent.
+            ChatTemplateError: the template refuses the messages.
+            What `Handle.result` does.
+        """
+        service = self._chat()
+        if stream:
+            return service.stream(self._send, messages, options)
+        return service.complete(self._send, messages, options)
+
+    async def achat(self, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> ChatCompletion:
+        """`chat` for asyncio. A cancelled task cancels the request."""
+        return await self._chat().acomplete(self._send, messages, options)
+
+    def achat_stream(self, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> AsyncIterator[ChatChunk]:
+        """`chat(stream=True)` for asyncio: `async for chunk in engine.achat_stream(...)`."""
+        return self._chat().astream(self._send, messages, options)
+
+    def render(self, messages: Sequence[Any], **choices: Unpack[TemplateChoices]) -> RenderedChat:
+        """Messages and tools as `chat` sends them: a prompt for `warm`, `plan`, `complete`, `cache.pin` and the others.
+
+        Raises InvalidRequestError, UnknownOptionError, ChatTemplateError.
+        """
+        return self._chat().render(messages, choices)
+
+    def _send(self, prompt: RenderedChat, options: dict[str, Any]) -> Handle:
+        return self.submit(prompt, **options)
+
+    def _chat(self) -> ChatService:
+        """Made when first asked for: reading a template takes a few milliseconds."""
+        self._check_process()
+        if self._chat_service is None:
+            if not self._native.has_vocab:
+                raise ModelUnsupportedError("chat", "the model has no vocabulary; send token ids, and read token ids")
+            renderer = Renderer(NativeTemplates(self._native, self._chat_template))
+            self._chat_renderer = renderer
+            self._chat_service = ChatService(
+                renderer,
+                TokenTexts(self._native.piece, self._native.control_text),
+                model=self._model.name,
+                matches_texts=not self._traits.exact,
+            )
+        return self._chat_service
+
     def _prefix(self, prompt: PromptInput, options: PromptOptions) -> tuple[str, Ids]:
         """Namespace and ids. Raises InvalidRequestError, UnknownOptionError."""
         for name in options:
@@ -272,9 +355,9 @@ class Engine:
     # -- slots --
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> Slots:
         """Views that keep the engine alive. Made anew each time, or the engine would be alive for its own sake."""
-        return tuple(Slot(self, SlotId(i)) for i in range(self._traits.n_slots))
+        return Slots(Slot(self, SlotId(i)) for i in range(self._traits.n_slots))
 
     @property
     def cache(self) -> Cache:

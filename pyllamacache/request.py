@@ -190,7 +190,9 @@ class RenderedChat:
     text: str = field(repr=False)
     outline: Outline = field(repr=False)
     boundaries: tuple[int, ...] = ()
-    """Bytes of the text at which a checkpoint is wanted, ascending."""
+    """Bytes of the text at which messages begin, as far as known, ascending."""
+    marks: tuple[int, ...] = ()
+    """Bytes of the text at which a checkpoint is wanted in any case, ascending."""
     stops: tuple[str, ...] = field(default=(), repr=False)
     """Texts that end a reply, beside the tokens that do."""
     constraint: str | None = field(default=None, repr=False)
@@ -230,6 +232,8 @@ class Request:
     store: bool = True
     boundaries: tuple[int, ...] = ()
     """Ascending positions from 1 to len(prompt) - 1 at which the caller wants a checkpoint."""
+    marks: tuple[int, ...] = ()
+    """The same, taken whatever their distance: where the rules of a chat's template let the next prompt leave."""
     return_logits: bool = False
     generate: bool = True
     timeout_s: float | None = None

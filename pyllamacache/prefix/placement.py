@@ -48,6 +48,7 @@ def place(
     grid: int = 1,
     min_gap: int = 0,
     n_free: int = 0,
+    marks: Sequence[int] = (),
 ) -> tuple[Placement, ...]:
     """Ascending positions in (resume, target).
 
@@ -60,6 +61,7 @@ def place(
         min_gap: a semantic one closer than this to its nearest ancestor saves less than it costs.
         n_free: how many find room without anything being given up; periodic ones take what the others and the one at
             the request's end leave of it.
+        marks: boundaries too, but taken whatever their distance: few, and each where a later prompt is known to leave.
     """
     wanted: dict[int, CheckpointKind] = {}
 
@@ -68,7 +70,7 @@ def place(
         if resume < position < target and position not in known:
             wanted.setdefault(position, kind)
 
-    for position in _spaced(boundaries, n_ubatch):
+    for position in (*_spaced(boundaries, n_ubatch), *marks):
         want(position, CheckpointKind.BOUNDARY)
     if resume < matched < n_prompt:
         want(matched, CheckpointKind.BRANCH)

@@ -4,13 +4,14 @@
     2. of the lowest priority there is: periodic and rolling, whose loss leaves the smallest gap between its neighbours
     3. semantic: by the gap left between its neighbours, times hits, over age and bytes
 
-Never: pinned or in use, the deepest of what a slot holds, and the first on the way there (the header's, as a rule).
-For a first-class newcomer the last two give way in the end, idle slots' first: one budget, and the newest is needed.
+Never: pinned or in use, the deepest of what a slot holds, the first on the way there (the header's, as a rule), and
+those at the places where a conversation's template lets its next prompt leave, up to half of what there is for the slot.
+For a first-class newcomer these give way in the end, idle slots' first: one budget, and the newest is needed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,10 @@ class Holdings:
     busy: frozenset[SlotId]
     needs_span: bool
     """Without KV cells a checkpoint is of no use (false for purely recurrent memory)."""
+    marks: Mapping[SlotId, frozenset[int]] = field(default_factory=dict)
+    """By slot: positions at which its conversation is expected to be left."""
+    n_shielded: int = 2
+    """How many of a slot's are shielded at most."""
 
     def resident(self) -> set[int]:
         """Identities of those whose prefix some slot holds."""
@@ -64,12 +69,21 @@ class Holdings:
         """
         shield: dict[int, int] = {}
         for slot_id, path in self.paths.items():
-            for node in path[:1] + path[-1:]:
-                if slot_id != taker or node is path[0]:
-                    shield[id(node)] = max(shield.get(id(node), 0), 2 if slot_id in self.busy else 1)
+            level = 2 if slot_id in self.busy else 1
+            for node in self._needed(slot_id, path, is_taker=slot_id == taker):
+                shield[id(node)] = max(shield.get(id(node), 0), level)
         if newcomer:
             shield[id(newcomer[0])] = max(shield.get(id(newcomer[0]), 0), 2)
         return shield
+
+    def _needed(self, slot_id: SlotId, path: list[Checkpoint], *, is_taker: bool) -> list[Checkpoint]:
+        """The first and, but for the taker, the last one; then those at marks, the deepest first."""
+        needed = path[:1] if is_taker else path[:1] + path[-1:]
+        marks = self.marks.get(slot_id)
+        if marks and self.n_shielded > len(needed):
+            at_marks = [node for node in reversed(path) if node.position in marks and node not in needed]
+            needed = needed + at_marks[: self.n_shielded - len(needed)]
+        return needed
 
 
 def choose_victim(

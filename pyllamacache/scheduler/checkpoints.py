@@ -418,6 +418,8 @@ class Checkpoints:
             paths,
             frozenset(slot.slot_id for slot in self._slots if slot.is_busy),
             needs_span=self._backend.traits.memory.has_cells,
+            marks={slot.slot_id: slot.marks for slot in self._slots if slot.marks},
+            n_shielded=max(2, len(self._blocks) // (2 * max(1, sum(1 for slot in self._slots if len(slot))))),
         )
 
     def drop(self, node: Checkpoint, reason: Eviction) -> None:

@@ -29,7 +29,12 @@ def plan_captures(state: SchedulerState, job: Job) -> None:
         return
     traits = state.traits
     on_the_way = checkpoints.index.path(request.namespace, request.prompt.ids)
-    checkpoints.touch(on_the_way, request.boundaries, priority=slot.priority, expires_s=slot.expires_s)
+    wanted = (*request.boundaries, *request.marks)
+    if request.marks:
+        slot.marks = frozenset((*request.marks, job.n_prompt - TAIL_TOKENS))
+    else:
+        slot.marks = frozenset()
+    checkpoints.touch(on_the_way, wanted, priority=slot.priority, expires_s=slot.expires_s)
     job.placements = list(
         place(
             resume=len(slot),
@@ -37,6 +42,7 @@ def plan_captures(state: SchedulerState, job: Job) -> None:
             n_prompt=job.n_prompt,
             matched=job.plan.matched_tokens,
             boundaries=request.boundaries,
+            marks=request.marks,
             known={node.position for node in on_the_way},
             n_ubatch=traits.n_ubatch,
             n_batch=traits.n_batch,

@@ -184,6 +184,7 @@ def build_request(
         namespace=check_namespace(given.get("namespace", "")),
         store=check_flag(given.get("store", True), field="store"),
         boundaries=_boundaries(tokenized, given, tokenize, () if chat is None else chat.boundaries),
+        marks=() if chat is None else _positions(tokenized, chat.marks, tokenize),
         return_logits=check_flag(given.get("return_logits", False), field="return_logits"),
         generate=generate,
         timeout_s=check_timeout(given.get("timeout_s")),
@@ -203,13 +204,7 @@ def _boundaries(
     wanted_bytes: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Token positions inside the prompt, ascending; `wanted_bytes` are offsets in its text."""
-    found: set[int] = set()
-    for offset in wanted_bytes:
-        if prompt.spelling is not None:
-            found.add(int(np.searchsorted(prompt.spelling.ends, offset, side="right")))
-        else:
-            head = tokenize(str(prompt.text).encode()[:offset].decode(errors="ignore"), True, True)
-            found.add(_common(head, prompt.ids))
+    found = set(_positions(prompt, wanted_bytes, tokenize))
     starts: set[int] = set()
     add_special, parse_special = bool(given.get("add_special", True)), bool(given.get("parse_special", False))
     for boundary in check_boundaries(given.get("boundaries", ())):
@@ -227,6 +222,18 @@ def _boundaries(
         # what another prompt with the same text up to there has in common with this one
         head = tokenize(str(prompt.text)[:start], add_special, parse_special)
         found.add(_common(head, prompt.ids))
+    return tuple(sorted(position for position in found if 0 < position < len(prompt)))
+
+
+def _positions(prompt: Prompt, offsets: Sequence[int], tokenize: Callable[[str, bool, bool], Ids]) -> tuple[int, ...]:
+    """The tokens of a chat's prompt that end at or before these bytes; inside the prompt, ascending."""
+    found = set()
+    for offset in offsets:
+        if prompt.spelling is not None:
+            found.add(int(np.searchsorted(prompt.spelling.ends, offset, side="right")))
+        else:
+            head = tokenize(str(prompt.text).encode()[:offset].decode(errors="ignore"), True, True)
+            found.add(_common(head, prompt.ids))
     return tuple(sorted(position for position in found if 0 < position < len(prompt)))
 
 
