@@ -80,12 +80,23 @@ class Rendering:
                 return end + len(closing)
         return n_common or None
 
-    def survives(self) -> int:
-        """How much of the prompt, up to the generation prompt, is there when a reply and a question have followed."""
-        later = self._render((*self._chat.messages, {"role": "assistant", "content": "x"}, _user("y")))
-        if later is None:
-            return self.generation_start
-        return min(self.generation_start, common_bytes(self.data, later[0]))
+    def survives(self) -> tuple[int, ...]:
+        """How much of the prompt is there when a reply and a question have followed, or a tool call and its result.
+
+        Only what is less than all, up to the generation prompt, ascending.
+        """
+        followed: list[tuple[Message, ...]] = [({"role": "assistant", "content": "x"}, _user("y"))]
+        if self._chat.tools:
+            name = self._chat.tools[0]["function"]["name"]
+            call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": "{}"}}
+            result = {"role": "tool", "tool_call_id": "call00000", "name": name, "content": "y"}
+            followed.append(({"role": "assistant", "content": "", "tool_calls": [call]}, result))
+        found = set()
+        for messages in followed:
+            later = self._render((*self._chat.messages, *messages))
+            if later is not None:
+                found.add(common_bytes(self.data, later[0]))
+        return tuple(sorted(each for each in found if each < self.generation_start))
 
     def _last_input_end(self, limit: int) -> int:
         found = bisect_right(self._input_ends, limit)

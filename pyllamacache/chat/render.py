@@ -111,9 +111,10 @@ class Renderer:
         survives = found.survives()
         searched = _worth_searching(chat.messages)
         rough = found.rough_starts()
-        if survives < found.generation_start:
-            marks.add(survives)
-            searched.insert(0, max((i for i, start in enumerate(rough) if start <= survives), default=0))
+        marks.update(survives)
+        for each in survives:
+            searched.insert(0, max((i for i, start in enumerate(rough) if start <= each), default=0))
+        searched = list(dict.fromkeys(searched))
         for index in [each for each in searched if each not in starts][:MAX_SEARCHED]:
             start = found.start_of(index)
             if start is not None:
