@@ -7,20 +7,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from .config import CacheConfig
-from .errors import ConfigError
+from .errors import ClosedError, ConfigError
+from .observe import display, lines
+from .prefix.tree import Held, TreeCheckpoint, TreeNode, grow
 from .store.machine import memory_bytes
 from .text.validate import check_namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from typing_extensions import Unpack
 
     from .config import CacheBudget
     from .engine import Engine
-    from .prefix.index import Span
-    from .request import CheckpointKind, SlotId
+    from .prefix.index import PrefixIndex, Span
+    from .prefix.tree import Place
+    from .request import CheckpointKind, Ids, SlotId
+    from .scheduler.state import SchedulerState
     from .text.options import PromptInput, PromptOptions
 
     _T = TypeVar("_T")
@@ -56,6 +60,70 @@ class CachePrefix:
     """Of all its spans; 0 on the device, where it takes cells."""
     hits: int
     is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTree:
+    """What is held in slots and beside them, at one instant, by what it has in common. No token ids.
+
+    Draws itself in a notebook; printed, it is text.
+    """
+
+    namespaces: tuple[tuple[str, tuple[TreeNode, ...]], ...]
+    """Each namespace with its nodes at position 0."""
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """All, each before its children."""
+        return (node for _, roots in self.namespaces for root in roots for _, node in root.walk())
+
+    def __str__(self) -> str:
+        return lines.tree(self.namespaces)
+
+    def _repr_html_(self) -> str:
+        return display.tree(self.namespaces)
+
+
+_TEXT_TOKENS = 24
+"""Of each node, where text was asked for."""
+
+
+def _holdings(state: SchedulerState) -> Iterator[Held]:
+    """On the scheduler's thread: copies of what slots hold, references to what the indices do."""
+    state.checkpoints.poll()
+    state.expiry.sweep()
+    for slot in state.slots:
+        yield Held(slot.namespace, "slot", [slot.tokens.ids.copy()], len(slot), slot_id=slot.slot_id)
+    for each in state.index.parked:
+        yield Held(each.namespace, "parked", each.edges(), each.position, is_pinned=each.n_pins > 0)
+    yield from _stored(state.index, "host")
+    if state.disk is not None:
+        yield from _stored(state.disk.index, "disk")
+
+
+def _stored(index: PrefixIndex, place: Place) -> Iterator[Held]:
+    told: set[int] = set()
+    for span in index.spans:
+        if span.n_children:
+            continue
+        spans: list[tuple[int, int]] = []
+        above: Span | None = span
+        while above is not None and id(above) not in told:
+            told.add(id(above))
+            spans.append((above.position, above.n_bytes))
+            above = above.parent
+        n_tokens, is_pinned = span.position, span.n_pins > 0
+        yield Held(span.namespace, place, span.edges(), n_tokens, spans=tuple(spans), is_pinned=is_pinned)
+    for node in index.checkpoints:
+        shown = TreeCheckpoint(
+            position=node.position,
+            kind=node.kind,
+            n_bytes=node.n_bytes,
+            hits=node.hits,
+            in_memory=place == "host",
+            on_disk=place == "disk",
+            is_pinned=node.n_pins > 0,
+        )
+        yield Held(node.namespace, place, node.edges(), node.position, checkpoint=shown)
 
 
 def _prefix_of(tier: str, span: Span) -> CachePrefix:
@@ -189,6 +257,8 @@ class Cache:
             if state.disk is not None:
                 state.disk.forget_all(space)
 
+        if self._engine._chat_renderer is not None:
+            self._engine._chat_renderer.clear(space)
         n_entries, on_disk = self._call(clear)
         if on_disk is not None:
             n_entries += on_disk.result()  # on this thread: it may have to wait for other processes
@@ -228,6 +298,34 @@ class Cache:
             return found
 
         return tuple(sorted(self._call(read), key=lambda each: (each.namespace, each.tier, each.n_tokens)))
+
+    def tree(self, *, text: bool = False) -> CacheTree:
+        """What is held in slots and in all tiers, by the prefixes it shares.
+
+        Args:
+            text: with how each node begins, which is text of prompts and replies.
+        """
+        model = self._engine._model
+
+        def beginning(ids: Ids) -> str:
+            return model.detokenize(ids[:_TEXT_TOKENS].tolist())
+
+        held = self._call(lambda: list(_holdings(self._engine._state)))
+        return CacheTree(grow(held, beginning if text else None))
+
+    def __str__(self) -> str:
+        try:
+            return str(self.tree())
+        except ClosedError:
+            return repr(self)
+
+    def _repr_html_(self) -> str | None:
+        """None, and so `repr`, once the engine is closed."""
+        try:
+            tree = self.tree()
+            return display.tree(tree.namespaces, below=display.memory(self._engine.statistics()))
+        except ClosedError:
+            return None
 
     def __repr__(self) -> str:
         return f"<Cache of {self._engine!r}>"

@@ -355,3 +355,13 @@ class Completion:
     """The prompt as it was used: int32, shape (n_tokens,), read-only."""
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     logits: Logits | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        from .observe import lines
+
+        return lines.completion(self)
+
+    def _repr_html_(self) -> str:
+        from .observe import display
+
+        return display.completion(self)

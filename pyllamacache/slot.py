@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from .errors import ClosedError
+from .observe import display, lines
 from .text.validate import check_path
 
 if TYPE_CHECKING:
@@ -80,6 +82,16 @@ class Slot:
         """Forget the slot's content. Raises SlotBusyError."""
         self._engine._erase_slot(self._id)
 
+    def _picture(self) -> display.SlotPicture:
+        info = self._info()
+        return display.SlotPicture(self._id, info.is_busy, info.namespace, len(info.ids), info.checkpoints)
+
+    def __str__(self) -> str:
+        return str(Slots([self]))
+
+    def _repr_html_(self) -> str | None:
+        return Slots([self])._repr_html_()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Slot) and (self._engine, self._id) == (other._engine, other._id)
 
@@ -88,3 +100,22 @@ class Slot:
 
     def __repr__(self) -> str:
         return f"<Slot {self._id}>"
+
+
+class Slots(tuple[Slot, ...]):
+    """The slots of an engine: a tuple that draws itself, in a notebook or printed."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        try:
+            return lines.slots([each._picture() for each in self], self[0]._engine.n_ctx) if self else "()"
+        except ClosedError:
+            return repr(self)
+
+    def _repr_html_(self) -> str | None:
+        """None, and so `repr`, once the engine is closed."""
+        try:
+            return display.slots([each._picture() for each in self], self[0]._engine.n_ctx) if self else None
+        except ClosedError:
+            return None

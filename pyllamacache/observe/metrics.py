@@ -142,6 +142,16 @@ class Statistics:
         """Cached prompt tokens over all prompt tokens; 0 before the first."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
+    def __str__(self) -> str:
+        from .lines import statistics
+
+        return statistics(self)
+
+    def _repr_html_(self) -> str:
+        from .display import statistics
+
+        return statistics(self)
+
 
 class Metrics:
     """The mutable side. One writer."""

@@ -104,14 +104,19 @@ class Mark:
         if self.expires_s is not None:
             self.expires_s = None if expires_s is None else max(self.expires_s, expires_s)
 
-    def ids(self) -> Ids:
-        """Its whole prefix; a copy, shape (position,)."""
+    def edges(self) -> list[Ids]:
+        """Put together and cut to `position`: its whole prefix. Not copied; the index replaces them, nobody writes."""
         edges = []
         node = self.node
         while node is not None:
             edges.append(node.edge)
             node = node.parent
-        return np.concatenate(edges[::-1])[: self.position] if edges else np.empty(0, dtype=np.int32)
+        return edges[::-1]
+
+    def ids(self) -> Ids:
+        """Its whole prefix; a copy, shape (position,)."""
+        edges = self.edges()
+        return np.concatenate(edges)[: self.position] if edges else np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
