@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..request import Reason
 from .display import MAX_MARKS, SlotPicture, owners_of, place_of
-from .markup import duration, number, percent, size, tokens
+from .markup import duration, number, percent, printable, size, tokens
 
 if TYPE_CHECKING:
     from ..prefix.tree import TreeNode
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from .metrics import Statistics
 
 
-def printable(value: str) -> str:
-    """What a terminal would act on, spelled out."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in value)
+def _on_one_line(name: str) -> str:
+    return printable(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def completion(answer: Completion) -> str:
@@ -38,7 +37,7 @@ def slots(pictures: Sequence[SlotPicture], n_ctx: int) -> str:
     return "\n".join(
         f"slot {each.slot_id}  {'busy' if each.is_busy else 'idle'}  {each.n_tokens:>8,} of {n_ctx:,} tokens"
         + (f"  checkpoints at {_positions(each.checkpoints)}" if each.checkpoints else "")
-        + (f"  namespace {printable(each.namespace)}" if each.namespace else "")
+        + (f"  namespace {_on_one_line(each.namespace)}" if each.namespace else "")
         for each in pictures
     )
 
@@ -47,7 +46,7 @@ def tree(namespaces: Sequence[tuple[str, Sequence[TreeNode]]]) -> str:
     """Shared prefixes, by namespace: a line for each stretch that everything below it has in common."""
     lines = []
     for name, roots in namespaces:
-        lines.append(f"namespace {printable(name)}" if name else "namespace (default)")
+        lines.append(f"namespace {_on_one_line(name)}" if name else "namespace (default)")
         for root in roots:
             lines += _branch(root)
     return "\n".join(lines) if lines else "nothing is held"

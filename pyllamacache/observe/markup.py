@@ -57,12 +57,21 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:,.1f} s"
 
 
+def printable(value: str) -> str:
+    """Control characters but line ends and tabs spelled out."""
+    if value.isprintable():
+        return value
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in value
+    )
+
+
 # ---- HTML ------------------------------------------------------------------------------------------------------
 
 
 def text(value: object) -> str:
-    """Escaped, for content and for attributes."""
-    return escape(str(value), quote=True)
+    """Escaped, for content and for attributes; what a terminal or a parser would act on is spelled out."""
+    return escape(printable(str(value)), quote=True)
 
 
 def box(title: str, *parts: str, is_wide: bool = False) -> str:
