@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import errors
+    from . import errors, plot
     from .cache import Cache, CacheEntry, CachePrefix
     from .config import CacheConfig, Layout, Memory
     from .engine import Engine
@@ -96,6 +96,7 @@ __all__ = [
     "Usage",
     "__version__",
     "errors",
+    "plot",
     "register_metrics",
 ]
 
@@ -103,8 +104,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module(".errors", __name__)
+    if name in ("errors", "plot"):
+        return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
         globals()[name] = value
