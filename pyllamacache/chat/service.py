@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,7 +85,8 @@ class ChatService:
     def stream(self, send: Send, messages: object, options: Mapping[str, Any]) -> Iterator[ChatChunk]:
         """The request is sent at once; leaving the loop early cancels it."""
         prepared = self._prepare(messages, options)
-        return ChatStream(self._chunks(prepared, send(prepared.prompt, prepared.options)))
+        sent = send(prepared.prompt, prepared.options)
+        return ChatStream(self._chunks(prepared, sent), sent)
 
     def astream(self, send: Send, messages: object, options: Mapping[str, Any]) -> AsyncIterator[ChatChunk]:
         prepared = self._prepare(messages, options)
@@ -149,7 +150,7 @@ class ChatService:
             completion=completion,
         )
 
-    def _chunks(self, prepared: _Prepared, sent: Sent) -> Iterator[ChatChunk]:
+    def _chunks(self, prepared: _Prepared, sent: Sent) -> Generator[ChatChunk, None, None]:
         maker = _ChunkMaker(self, prepared)
         yield maker.first()
         for chunk in sent:
@@ -172,7 +173,8 @@ class ChatService:
 class ChatStream:
     """The chunks of one reply as they come. Closing it, or letting go of it, cancels what is still to come."""
 
-    def __init__(self, chunks: Iterator[ChatChunk]) -> None:
+    def __init__(self, chunks: Generator[ChatChunk, None, None], sent: Sent) -> None:
+        self._sent = sent
         self._chunks = chunks
 
     def __iter__(self) -> ChatStream:
@@ -183,9 +185,13 @@ class ChatStream:
 
     def close(self) -> None:
         """Cancel the request; repeatable."""
-        close = getattr(self._chunks, "close", None)
-        if close is not None:
-            close()
+        self._sent.cancel()
+        self._chunks.close()
+
+    def __del__(self) -> None:
+        # a generator that has not come to the reply yet would not cancel it
+        if hasattr(self, "_chunks"):
+            self._sent.cancel()
 
 
 class _ChunkMaker:
