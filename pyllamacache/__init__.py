@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors, plot
     from .cache import Cache, CacheEntry, CachePrefix
+    from .chat.options import ChatOptions
+    from .chat.shapes import ChatChunk, ChatCompletion
     from .config import CacheConfig, Layout, Memory
     from .engine import Engine
     from .errors import PyLlamaCacheError
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         Chunk,
         Completion,
         Reason,
+        RenderedChat,
         ReusePlan,
         Source,
         Timings,
@@ -43,6 +46,9 @@ _HOMES = {
     "CacheEntry": "cache",
     "CachePrefix": "cache",
     "CacheReport": "request",
+    "ChatChunk": "chat.shapes",
+    "ChatCompletion": "chat.shapes",
+    "ChatOptions": "chat.options",
     "CheckpointCounts": "observe.metrics",
     "CheckpointKind": "request",
     "Chunk": "request",
@@ -55,6 +61,7 @@ _HOMES = {
     "Model": "model",
     "PyLlamaCacheError": "errors",
     "Reason": "request",
+    "RenderedChat": "request",
     "RequestOptions": "text.options",
     "ReusePlan": "request",
     "Slot": "slot",
@@ -73,6 +80,9 @@ __all__ = [
     "CacheEntry",
     "CachePrefix",
     "CacheReport",
+    "ChatChunk",
+    "ChatCompletion",
+    "ChatOptions",
     "CheckpointCounts",
     "CheckpointKind",
     "Chunk",
@@ -85,6 +95,7 @@ __all__ = [
     "Model",
     "PyLlamaCacheError",
     "Reason",
+    "RenderedChat",
     "RequestOptions",
     "ReusePlan",
     "Slot",
