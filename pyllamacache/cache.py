@@ -251,6 +251,7 @@ class Cache:
             state.pins.clear(space)
             n_entries = state.checkpoints.clear(space) + state.spans.clear(space) + state.parking.clear(space)
             state.transcripts.clear(space)
+            state.recents.clear(space)
             return n_entries, None if state.disk is None else state.disk.begin_clear(space)
 
         def end() -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from .observe.evidence import Evidence
+    from .observe.explanation import Explanation
+
     Ids = npt.NDArray[np.int32]
     Logits = npt.NDArray[np.float32]
 
@@ -297,6 +300,18 @@ class CacheReport:
     retokenized_at: int | None = None
     """A text prompt spelled with tokens that an earlier request left: the first position at which they differ from
     those that tokenizing the whole text gives. None: they do not."""
+    evidence: Evidence | None = field(default=None, repr=False, compare=False)
+    """What `explain` goes by; None: nothing but these numbers."""
+
+    def explain(self, *, show_text: bool = False) -> Explanation:
+        """Why this was prefilled: what changed, where, at what cost, and what to do about it. Any thread, any time.
+
+        Args:
+            show_text: with what was there and what is there now, which is text of prompts.
+        """
+        from .observe.explain import explain_report
+
+        return explain_report(self, show_text=show_text)
 
     @property
     def note(self) -> str:

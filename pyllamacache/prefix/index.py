@@ -21,7 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -217,6 +217,16 @@ class Match:
         return found
 
 
+class Evicted(NamedTuple):
+    """Of a prefix that is no longer there."""
+
+    is_missed: bool
+    """It was given up for want of room."""
+    reason: str
+    at_s: float
+    """On the clock of whoever gave it up."""
+
+
 class Watcher(Protocol):
     """Is told of checkpoints and spans, once they hang and once they no longer do."""
 
@@ -240,7 +250,7 @@ class PrefixIndex:
         self._checkpoints: dict[Checkpoint, None] = {}
         self._spans: dict[Span, None] = {}
         self._parked: dict[SlotId, Parked] = {}
-        self._evicted: OrderedDict[tuple[str, int, bytes], None] = OrderedDict()
+        self._evicted: OrderedDict[tuple[str, int, bytes], Evicted] = OrderedDict()
 
     # ---- looking -----------------------------------------------------------------------------------------------
 
@@ -508,10 +518,12 @@ class PrefixIndex:
             del self._parked[parked.seq_id]
         self._prune(namespace, old)
 
-    def remove(self, mark: Checkpoint | Span | Parked, *, is_evicted: bool = False) -> None:
-        """Take it out. Evicted ones are remembered for a while."""
-        if is_evicted:
-            self._remember(mark)
+    def remove(
+        self, mark: Checkpoint | Span | Parked, *, is_evicted: bool = False, reason: str = "", at_s: float = 0.0
+    ) -> None:
+        """Take it out. Evicted ones, and those with a reason, are remembered for a while."""
+        if is_evicted or reason:
+            self.remember(mark.namespace, mark.ids(), Evicted(is_evicted, reason, at_s))
         if isinstance(mark, Parked):
             self.cut_parked(mark, 0)
             return
@@ -611,18 +623,18 @@ class PrefixIndex:
 
     # ---- what is no longer there -------------------------------------------------------------------------------
 
-    def _remember(self, mark: Mark) -> None:
-        self.remember(mark.namespace, mark.ids())
-
-    def remember(self, namespace: str, ids: Ids) -> None:
-        """This prefix was given up for want of room."""
+    def remember(self, namespace: str, ids: Ids, evicted: Evicted) -> None:
+        """What became of this prefix."""
         digest = blake2b(ids.tobytes(), digest_size=16).digest()
-        self._evicted[namespace, len(ids), digest] = None
+        self._evicted[namespace, len(ids), digest] = evicted
         if len(self._evicted) > MAX_EVICTED:
             self._evicted.popitem(last=False)
 
-    def deepest_evicted(self, namespace: str, ids: Ids, after: int, upto: int) -> int:
-        """The deepest position in (after, upto] at which a prefix of `ids` once was evicted; 0: none."""
+    def deepest_evicted(self, namespace: str, ids: Ids, after: int, upto: int, *, is_missed: bool = True) -> int:
+        """The deepest position in (after, upto] at which a prefix of `ids` once was evicted; 0: none.
+
+        With `is_missed` False, one that was given up for whatever reason.
+        """
         positions = sorted(
             {position for space, position, _ in self._evicted if space == namespace and after < position <= upto}
         )
@@ -630,9 +642,14 @@ class PrefixIndex:
         for position in positions:
             running.update(ids[start:position].tobytes())
             start = position
-            if (namespace, position, running.digest()) in self._evicted:
+            evicted = self._evicted.get((namespace, position, running.digest()))
+            if evicted is not None and (evicted.is_missed or not is_missed):
                 found = position
         return found
+
+    def evicted(self, namespace: str, ids: Ids) -> Evicted | None:
+        """What became of exactly this prefix; None: it is not known to be gone."""
+        return self._evicted.get((namespace, len(ids), blake2b(ids.tobytes(), digest_size=16).digest()))
 
     def forget_evicted(self, namespace: str | None = None) -> None:
         """Forget what was evicted, of one namespace or (None) of all."""

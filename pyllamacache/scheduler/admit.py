@@ -18,6 +18,7 @@ from ..text.decode import TextStream
 from . import restore
 from .await_prefix import awaited, is_being_captured, look_for_capture, must_await
 from .jobs import Job
+from .recent import evidence_of
 from .slots import TokenBuffer
 from .spans import reusable
 
@@ -206,10 +207,12 @@ def _start(state: SchedulerState, submission: Submission, chosen: Plan, stored: 
         sampler=sampler,
         submitted_s=submission.submitted_s,
         admitted_s=state.clock(),
+        evidence=evidence_of(state, request, chosen, stored),
         order=state.n_admitted,
         deadline_s=None if request.timeout_s is None else submission.submitted_s + request.timeout_s,
         prefill_target=prefill_target(state, request),
     )
+    state.recents.begin(request, job.admitted_s)
     slot.job = job
     state.checkpoints.now = state.n_admitted
     state.touch(slot)

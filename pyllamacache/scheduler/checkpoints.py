@@ -305,8 +305,8 @@ class Checkpoints:
         self.has_changed = True
         return node
 
-    def _remove(self, node: Checkpoint, *, is_evicted: bool = False) -> None:
-        self.index.remove(node, is_evicted=is_evicted)
+    def _remove(self, node: Checkpoint, *, is_evicted: bool = False, reason: str = "") -> None:
+        self.index.remove(node, is_evicted=is_evicted, reason=reason, at_s=self._clock())
         del self._taken_s[node]
         self.used_bytes -= node.n_bytes
         self._room.charge(node.namespace, -node.n_bytes)
@@ -429,7 +429,7 @@ class Checkpoints:
             self._in_flight.remove(each)
             self.n_ended += 1
         is_missed = reason in (Eviction.STRANDED, Eviction.THINNED, Eviction.OUTVALUED)
-        self._remove(node, is_evicted=is_missed and node.is_ready)
+        self._remove(node, is_evicted=is_missed and node.is_ready, reason=reason.value if node.is_ready else "")
         self._evicted[reason.value] += 1
 
     # ---- in flight ----

@@ -9,6 +9,7 @@ from ..request import Reason, Source, TokenLogprob
 from .slots import SlotState, TokenBuffer
 
 if TYPE_CHECKING:
+    from ..observe.evidence import Evidence
     from ..prefix.index import Checkpoint
     from ..prefix.placement import Placement
     from ..prefix.plan import Plan
@@ -41,6 +42,8 @@ class Job:
     deadline_s: float | None
     prefill_target: int
     """Prompt tokens to feed: all of them, or fewer for a warm-up on memory that cannot be rewound."""
+    evidence: Evidence | None = None
+    """For whoever asks why it was prefilled; None: nobody will."""
     restore: Restore | None = None
     """What is still being put back into its slot, which is not fed until then."""
     restore_started_s: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import RequestTimeoutError
@@ -65,7 +66,8 @@ def finish(state: SchedulerState, job: Job, reason: FinishReason) -> None:
             job.pieces.append(rest)
         if job.outbox.keeps_chunks:
             job.outbox.push(Chunk(rest, (), (), reason))
-    usage, report, timings = _usage(state, job), _report(job), _timings(job, now)
+    usage, timings = _usage(state, job), _timings(job, now)
+    report = _report(state, job, timings.prefill_s)
     capture_end(state, job)  # while the job still counts as running, which whoever ends it in an emergency relies on
     state.report_checkpoints()
     _release(state, job)
@@ -121,7 +123,7 @@ def end_overdue(state: SchedulerState) -> None:
 
 def _remember(state: SchedulerState, job: Job) -> None:
     """Keep what a text prompt and its reply were spelled with; before the answer, which may be sent back at once."""
-    request = job.request
+    request, spelled = job.request, None
     if request.store and request.prompt.spelling is not None:
         transcript = transcribe(
             request.namespace,
@@ -133,6 +135,8 @@ def _remember(state: SchedulerState, job: Job) -> None:
         )
         if transcript is not None:
             state.transcripts.add(transcript)
+            spelled = (transcript.ids, transcript.spelling)
+    state.recents.end(request, job.generated, spelled)
 
 
 def _release(state: SchedulerState, job: Job) -> None:
@@ -170,7 +174,10 @@ def _usage(state: SchedulerState, job: Job) -> Usage:
     return Usage(_prompt_tokens_held(job), job.resumed_tokens, len(job.generated), written)
 
 
-def _report(job: Job) -> CacheReport:
+def _report(state: SchedulerState, job: Job, prefill_s: float) -> CacheReport:
+    evidence, per_token = job.evidence, state.checkpoints.rates.prefill_s_per_token
+    if evidence is not None:
+        evidence = replace(evidence, prefill_s_per_token=per_token, prefill_s=prefill_s)
     return CacheReport(
         matched_tokens=job.plan.matched_tokens,
         resumed_tokens=job.resumed_tokens,
@@ -179,6 +186,7 @@ def _report(job: Job) -> CacheReport:
         reason=job.reason,
         position=job.position,
         retokenized_at=job.request.prompt.retokenized_at,
+        evidence=evidence,
     )
 
 

@@ -26,6 +26,7 @@ from .audit import audit
 from .checkpoints import Checkpoints
 from .keeping import Expiry, Pins
 from .parking import Parking
+from .recent import Recents
 from .room import Room
 from .slots import SlotInfo, SlotState
 from .spans import Spans, reusable
@@ -78,6 +79,7 @@ class SchedulerState:
         self.counts_cells = self.memory.has_cells and not self.traits.exact
         self.ledger = CellLedger()
         self.transcripts = Transcripts()
+        self.recents = Recents()
         self.queue: deque[Submission] = deque()
         self.running: list[Job] = []
         self.n_steps = 0
