@@ -24,7 +24,7 @@ VOLATILE_WORDS = {
     Volatile.COUNTER: "the counter",
 }
 
-_BREAKS = {
+BREAKS = {
     Change.OTHER_TOKENS: "send the ids of replies back (prompt ids + reply.token_ids), or leave match_text on, so that "
     "text is spelled with the tokens it was generated as",
     Change.REORDERED_BLOCKS: "keep the order: sort such blocks once and send them so every time",
@@ -37,6 +37,10 @@ _BREAKS = {
     Change.CHANGED_SPAN: "put what changes behind what stays: at the end, or in the last message",
 }
 """Changes of a prompt that cost what follows them."""
+
+UNSTABLE_JSON = (
+    "write JSON one way: the same order of keys and the same spaces every time, or send back the text that came"
+)
 
 _ENGINE = {
     Reason.DISABLED: "the request asked for it with cache_prompt=False",
@@ -59,9 +63,9 @@ def advise_on_prompt(difference: Difference, place: Place, old_place: Place, vol
     change = difference.change
     if change is Change.BRANCHED and volatile is not None and place.is_header:
         change = Change.CHANGED_SPAN
-    if change not in _BREAKS:
+    if change not in BREAKS:
         return ""
-    if volatile is not None and change in (Change.CHANGED_SPAN, Change.INSERTED_SPAN, Change.OTHER_HEADER):
+    if volatile is not None and change is not Change.OTHER_TOKENS:
         where = f" out of {place.path}" if place.path not in ("", TEMPLATE) else ""
         return f"move {VOLATILE_WORDS[volatile]}{where}: to the end of the prompt or into the last message"
     if place.tool is not None or old_place.tool is not None:
@@ -73,7 +77,7 @@ def advise_on_prompt(difference: Difference, place: Place, old_place: Place, vol
         )
     if place.role == "assistant" and change is Change.CHANGED_SPAN:
         return "send assistant messages back as they came: edited history costs all that follows"
-    return _BREAKS[change]
+    return BREAKS[change]
 
 
 def _on_tools(change: Change) -> str:

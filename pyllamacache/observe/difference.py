@@ -202,7 +202,7 @@ def _classify(found: Difference, hunks: list[Hunk], scale: _Scale) -> Change:
         return Change.REORDERED_BLOCKS
     if found.position <= scale.front:
         return _classify_front(found, first)
-    if found.identical_after <= 2 * scale.front and 4 * found.identical_after <= min(n_removed, last.n_new):
+    if 4 * found.identical_after <= min(n_removed, sum(hunk.n_new for hunk in hunks)):
         return Change.BRANCHED
     return _classify_middle(hunks[:-1] if is_tail and len(hunks) > 1 else hunks)
 

@@ -50,9 +50,9 @@ def read(value: Any, name: str, tools: object, model: Tokenizer | None) -> Input
     if isinstance(value, Mapping):
         if "messages" not in value:
             raise InvalidRequestError(name, 'has no "messages"')
-        return _read_messages(value["messages"], value.get("tools") or tools, model)
+        return read_messages(value["messages"], value.get("tools") or tools, model)
     if isinstance(value, Sequence) and value and not isinstance(value[0], (int, np.integer)):
-        return _read_messages(value, tools, model)
+        return read_messages(value, tools, model)
     problem = "expected token ids, a text, a list of messages or a request with them"
     try:
         array = np.asarray(value)
@@ -63,7 +63,8 @@ def read(value: Any, name: str, tools: object, model: Tokenizer | None) -> Input
     return Input(None, array.astype(np.int64))
 
 
-def _read_messages(messages: object, tools: object, model: Tokenizer | None) -> Input:
+def read_messages(messages: object, tools: object, model: Tokenizer | None) -> Input:
+    """Raises InvalidRequestError, which names the message or tool."""
     serial = serialise(messages, tools)
     return Input(b"".join(serial.pieces), None if model is None else tokens_of(serial, model), serial)
 
