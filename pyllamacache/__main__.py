@@ -11,11 +11,18 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import cache, demo, doctor, inspect_file
+from .cli import audit, cache, demo, doctor, explain, inspect_file
 from .cli.lines import printable
 from .errors import InternalError, PyLlamaCacheError
 
-COMMANDS = (demo.COMMAND, inspect_file.COMMAND, cache.COMMAND, doctor.COMMAND)
+COMMANDS = (
+    demo.COMMAND,
+    inspect_file.COMMAND,
+    cache.COMMAND,
+    explain.COMMAND,
+    audit.COMMAND,
+    doctor.COMMAND,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,18 +14,20 @@ import numpy as np
 
 from ..errors import ConfigError, InvalidRequestError
 from .advice import BREAKS, UNSTABLE_JSON
-from .audit import JSON_FORM, json_value
+from .audit import JSON_FORM, audit, json_value
 from .difference import Change, Unit, common_length, overlap
 from .inputs import Input, explain_inputs, read
 from .volatile import Volatile
 
 if TYPE_CHECKING:
+    from .audit import Audit
     from .explanation import Explanation
     from .inputs import Tokenizer
+    from .places import Serialised
 
 _MAX_COMPARED = 32
 _MAX_SIMILAR = 6
-_MIN_COST: dict[Unit, int] = {"tokens": 32, "bytes": 128}
+_MIN_COST: dict[Unit, int] = {"tokens": 16, "bytes": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class LogAudit:
     """As they come."""
     skipped: tuple[InvalidRequestError, ...] = ()
     """What was not a request, by line."""
+    latest: Audit | None = None
+    """Of the last request by itself."""
 
     @property
     def hit_rate(self) -> float:
@@ -82,16 +86,19 @@ class LogAudit:
         found = {name: getattr(self, name) for name in ("unit", "n_requests", "size", "reachable")}
         found |= {"hit_rate": round(self.hit_rate, 4), "avoidable": round(self.avoidable, 4)}
         found |= {"breaks": [asdict(each) for each in self.breaks], "skipped": [str(each) for each in self.skipped]}
-        return found
+        return found | {"latest": None if self.latest is None else self.latest.to_dict()}
 
     def __str__(self) -> str:
         what = f"{self.n_requests:,} requests, {self.size:,} {self.unit}"
         lines = [f"{what}: a prefix cache reaches a hit rate of {self.hit_rate:.1%}"]
         if self.breaks:
-            lines.append(f"{len(self.breaks):,} breaks cost {self.avoidable:.1%} of all {self.unit}; the costliest:")
+            breaks = "1 break costs" if len(self.breaks) == 1 else f"{len(self.breaks):,} breaks cost"
+            lines.append(f"{breaks} {self.avoidable:.1%} of all {self.unit}; the costliest:")
         worst = sorted(self.breaks, key=lambda each: -each.cost)[:10]
         for each in worst:
             lines += [f"  {each} {self.unit}", f"    {each.suggestion}"]
+        found = () if self.latest is None else self.latest.findings
+        lines += [f"in the latest request: {each}" for each in found if each.severity != "low"]
         lines += [f"skipped: {each}" for each in self.skipped[:10]]
         return "\n".join(lines)
 
@@ -122,7 +129,8 @@ def audit_log(
     if skipped and not walk.n_requests:
         raise skipped[0]
     unit: Unit = "bytes" if model is None else "tokens"
-    return LogAudit(unit, walk.n_requests, walk.size, walk.reachable, tuple(walk.breaks), tuple(skipped))
+    latest = None if walk.latest is None else audit(walk.latest.messages, tools=walk.latest.tools, model=model)
+    return LogAudit(unit, walk.n_requests, walk.size, walk.reachable, tuple(walk.breaks), tuple(skipped), latest)
 
 
 def _numbered(requests: str | os.PathLike[str] | Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -171,6 +179,7 @@ class _Walk:
     def __init__(self) -> None:
         self.n_requests = self.size = self.reachable = 0
         self.breaks: list[Break] = []
+        self.latest: Serialised | None = None
         self._sorted: list[bytes] = []
         """All requests. Of those, one beside where a new one belongs has most of its beginning."""
         self._latest: deque[_Seen] = deque(maxlen=_MAX_COMPARED)
@@ -180,6 +189,7 @@ class _Walk:
         self.n_requests += 1
         self.size += len(array)
         self.reachable += max(0, min(self._longest(array), len(array) - 1))
+        self.latest = request.serial
         now = _Seen(number, request, array)
         found = self._find_break(now)
         if found is not None:
