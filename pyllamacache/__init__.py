@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors, plot
-    from .cache import Cache, CacheEntry, CachePrefix
+    from .cache import Cache, CacheEntry, CachePrefix, CacheTree
     from .chat.options import ChatOptions
     from .chat.shapes import ChatChunk, ChatCompletion
     from .config import CacheConfig, Layout, Memory
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from .scheduler.handle import Handle
-    from .slot import Slot
+    from .slot import Slot, Slots
     from .text.options import RequestOptions
 
 __version__ = "0.1.0"
@@ -47,6 +47,7 @@ _HOMES = {
     "CacheEntry": "cache",
     "CachePrefix": "cache",
     "CacheReport": "request",
+    "CacheTree": "cache",
     "Change": "observe.difference",
     "ChatChunk": "chat.shapes",
     "ChatCompletion": "chat.shapes",
@@ -70,6 +71,7 @@ _HOMES = {
     "RequestOptions": "text.options",
     "ReusePlan": "request",
     "Slot": "slot",
+    "Slots": "slot",
     "Source": "request",
     "Statistics": "observe.metrics",
     "TierCounts": "observe.metrics",
@@ -89,6 +91,7 @@ __all__ = [
     "CacheEntry",
     "CachePrefix",
     "CacheReport",
+    "CacheTree",
     "Change",
     "ChatChunk",
     "ChatCompletion",
@@ -112,6 +115,7 @@ __all__ = [
     "RequestOptions",
     "ReusePlan",
     "Slot",
+    "Slots",
     "Source",
     "Statistics",
     "TierCounts",

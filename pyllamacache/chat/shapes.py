@@ -156,6 +156,9 @@ class ChatCompletion:
     def timings(self) -> Timings:
         return self.completion.timings
 
+    def _repr_html_(self) -> str:
+        return self.completion._repr_html_()
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON of OpenAI's API."""
         return {

@@ -133,12 +133,17 @@ def register(
     Raises:
         MissingExtraError: prometheus_client is not installed.
         ConfigError: another engine there has both names.
+        ValueError: prometheus_client's, where another collector there has the names of these metrics.
     """
     registry = _client().REGISTRY if registry is None else registry
     fresh = Collector()
     collector = _COLLECTORS.setdefault(registry, fresh)
-    if collector is fresh:
+    try:
         registry.register(collector)
+    except ValueError:  # as a rule because it is there, unless somebody took it out
+        if collector is fresh:
+            del _COLLECTORS[registry]
+            raise
     if model_name is None:
         model_name = str(getattr(getattr(engine, "model", None), "name", ""))
     labels = {"model_name": model_name}

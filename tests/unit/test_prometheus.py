@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -279,6 +279,35 @@ def test_a_collector_of_ones_own_beside_another_is_refused_by_the_registry() -> 
     register(observed, registry)
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(Collector(observed))
+
+
+def test_a_foreign_collector_of_these_metrics_is_told_of() -> None:
+    registry, observed = CollectorRegistry(), Observed()
+    foreign = Collector(observed)
+    registry.register(foreign)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Duplicated"):
+            register(observed, registry)
+    registry.unregister(foreign)
+    register(observed, registry)
+    assert samples(registry)
+
+
+def test_what_was_taken_out_of_the_registry_comes_back_with_the_next_engine() -> None:
+    registry, observed, other = CollectorRegistry(), Observed(), Observed()
+    registry.unregister(register(observed, registry))
+    assert scrape(registry) == {}
+    register(other, registry)
+    assert len(scrape(registry)["steps"].samples) == 2
+
+
+def test_without_a_registry_it_is_the_one_of_the_package() -> None:
+    observed = Observed()
+    collector = register(observed, model_name="here")
+    try:
+        assert samples(REGISTRY, model_name="here")
+    finally:
+        REGISTRY.unregister(collector)
 
 
 def test_the_public_name_takes_the_name_of_the_model(engine: Any) -> None:

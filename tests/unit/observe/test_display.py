@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pyllamacache import CacheConfig
+from pyllamacache.chat.shapes import ChatCompletion, ChatMessage, ChatUsage, Choice, CompletionTokensDetails
 from pyllamacache.observe import display, lines, markup
 from pyllamacache.observe.metrics import Metrics
 from pyllamacache.request import CacheReport, Completion, Reason, SlotId, Source, Timings, Usage
@@ -127,6 +128,20 @@ def test_the_text_of_a_reply_is_escaped() -> None:
     html = display.completion(answer(text="<script>alert(1)</script>"), with_text=True, title="<i>")
     parse(html)
     assert "<script>alert(1)</script>" in words(html)
+
+
+def test_a_chat_completion_draws_its_completion() -> None:
+    message = ChatMessage(SECRET)
+    chat = ChatCompletion(
+        id="chatcmpl-1",
+        created=0,
+        model=EVIL,
+        choices=(Choice(message, "stop"),),
+        usage=ChatUsage(answer().usage, CompletionTokensDetails(0)),
+        completion=answer(),
+    )
+    assert chat._repr_html_() == answer()._repr_html_()
+    assert SECRET not in chat._repr_html_()
 
 
 # ---- an engine -------------------------------------------------------------------------------------------------
