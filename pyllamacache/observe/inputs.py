@@ -51,7 +51,7 @@ def read(value: Any, name: str, tools: object, model: Tokenizer | None) -> Input
         if "messages" not in value:
             raise InvalidRequestError(name, 'has no "messages"')
         return read_messages(value["messages"], value.get("tools") or tools, model)
-    if isinstance(value, Sequence) and value and not isinstance(value[0], (int, np.integer)):
+    if isinstance(value, Sequence) and (not isinstance(value[0], (int, np.integer)) if value else tools):
         return read_messages(value, tools, model)
     problem = "expected token ids, a text, a list of messages or a request with them"
     try:
@@ -86,9 +86,10 @@ def explain_inputs(old: Input, new: Input, *, show_text: bool) -> Explanation:
         difference = compare(old.ids, new.ids)
     assert difference is not None
     change = None if old.serial is None or new.serial is None else _items_change(old.serial, new.serial)
+    seen = _look_at_inputs(old, new, in_bytes or difference)
     if change is not None:
         difference = replace(difference, change=change)
-    seen = _look_at_inputs(old, new, in_bytes or difference)
+        seen = replace(seen, place=seen.place.whole(), old_place=seen.old_place.whole())
     advice = advise_on_prompt(difference, seen.place, seen.old_place, seen.volatile)
     return Explanation(
         unit=unit,

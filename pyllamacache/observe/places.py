@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,12 @@ class Place:
     def is_header(self) -> bool:
         """Before the conversation."""
         return self.tool is not None or self.role in ("system", "developer")
+
+    def whole(self) -> Place:
+        """The message or tool that the field is of."""
+        if self.message is not None:
+            return replace(self, path=f"messages[{self.message}]")
+        return self if self.tool is None else replace(self, path=f"tools[{self.tool}]")
 
     def __str__(self) -> str:
         if self.path == TEMPLATE and self.message is not None:
@@ -126,9 +132,7 @@ class Serialised:
         found: dict[tuple[int | None, int | None], tuple[Place, list[bytes]]] = {}
         for leaf, piece in zip(self.leaves, self.pieces, strict=True):
             place = leaf.place
-            start = f"tools[{place.tool}]" if place.message is None else f"messages[{place.message}]"
-            home = Place(start, place.message, place.role, place.tool)
-            found.setdefault((place.tool, place.message), (home, []))[1].append(piece)
+            found.setdefault((place.tool, place.message), (place.whole(), []))[1].append(piece)
         return [(place, b"".join(pieces)) for place, pieces in found.values()]
 
 
