@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ChatTemplateError
@@ -57,9 +58,23 @@ class Rendering:
         self._options = options
         self.data: bytes = rendered["prompt"].encode()
         self.inputs = input_ranges(rendered["parts"])
-        stub = str(rendered.get("generation_prompt", "")).encode()
+        self.stub = str(rendered.get("generation_prompt", "")).encode()
+        stub = self.stub
         self.generation_start = len(self.data) - len(stub) if stub and self.data.endswith(stub) else len(self.data)
         self._input_ends = [end for _, end in self.inputs]
+
+    def of_recent(self) -> Recent:
+        """The same of the header and the last messages, which end alike and take a fraction of the time to render."""
+        kept = _recent_indices(self._chat.messages)
+        if len(kept) == len(self._chat.messages):
+            return Recent(self, self, tuple(kept))
+        chat = replace(self._chat, messages=tuple(self._chat.messages[index] for index in kept), marks=())
+        try:
+            out = self._templates.render(self._options.request(chat.messages, chat.tools))
+        except ChatTemplateError:
+            return Recent(self, self, tuple(range(len(self._chat.messages))))
+        short = Rendering(self._templates, chat, self._options, {**out, "generation_prompt": self.stub.decode()})
+        return Recent(self, short, tuple(kept))
 
     def start_of(self, index: int) -> int | None:
         """Where the message `index`, or (one past the last) what follows them, begins; None: it cannot be found."""
@@ -161,6 +176,56 @@ class Rendering:
     def _end_of_input(self, offset: int) -> int | None:
         index = bisect_right(self._input_ends, offset)
         return self._input_ends[index] if index < len(self._input_ends) else None
+
+
+class Recent:
+    """Places near the end of a prompt, found in a shorter one. Equal ends are what carries them over."""
+
+    def __init__(self, whole: Rendering, short: Rendering, kept: tuple[int, ...]) -> None:
+        self._whole = whole
+        self._short = short
+        self._position_of = {index: position for position, index in enumerate(kept)}
+        self._n_alike = _common_end(whole.data, short.data)
+
+    def start_of(self, index: int) -> int | None:
+        """As `Rendering.start_of`; None also for what is not among the last messages."""
+        position = self._position_of.get(index)
+        start = None if position is None else self._short.start_of(position)
+        return None if start is None else self._carried(start)
+
+    def survives(self) -> tuple[int, ...]:
+        """As `Rendering.survives`, which is asked where the end of the prompt does not say it."""
+        found = [self._carried(each) for each in self._short.survives()]
+        if None in found:
+            return self._whole.survives()
+        return tuple(each for each in found if each is not None)
+
+    def _carried(self, offset: int) -> int | None:
+        from_end = len(self._short.data) - offset
+        return len(self._whole.data) - from_end if from_end <= self._n_alike else None
+
+
+N_RECENT = 8
+
+
+def _recent_indices(messages: Sequence[Message]) -> list[int]:
+    """Header, last question, and the last messages from a reply on."""
+    n_header = 0
+    while n_header < len(messages) and messages[n_header]["role"] in ("system", "developer"):
+        n_header += 1
+    questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    first = max(0, len(messages) - N_RECENT)
+    while first > 0 and messages[first]["role"] == "tool":
+        first -= 1
+    question = questions[-1:] if questions and questions[-1] < first else []
+    return sorted({*range(n_header), *question, *range(first, len(messages))})
+
+
+def _common_end(a: bytes, b: bytes) -> int:
+    n_bytes, n = min(len(a), len(b)), 0
+    while n < n_bytes and a[len(a) - n - 1] == b[len(b) - n - 1]:
+        n += 1
+    return n
 
 
 def _texts(message: Message) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_KNOWN = 32
 MAX_SEARCHED = 6
-"""Messages whose beginning is found by rendering, for one request; each costs one or two renderings."""
+"""Messages whose beginning is found by rendering, for one request; each costs one or two short renderings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class Renderer:
         if n_header:
             starts.setdefault(n_header, header_end)
         marks = {header_end, found.generation_start}
-        survives = found.survives()
+        recent = found.of_recent()
+        survives = recent.survives()
         searched = _worth_searching(chat.messages)
         rough = found.rough_starts()
         marks.update(survives)
@@ -116,7 +117,7 @@ class Renderer:
             searched.insert(0, max((i for i, start in enumerate(rough) if start <= each), default=0))
         searched = list(dict.fromkeys(searched))
         for index in [each for each in searched if each not in starts][:MAX_SEARCHED]:
-            start = found.start_of(index)
+            start = recent.start_of(index)
             if start is not None:
                 starts[index] = start
         marks.update(starts[index] for index in searched[:3] if index in starts)
