@@ -84,6 +84,10 @@ def _audit_bytes(state: SchedulerState) -> None:
     in_use = sum(block.size_bytes for block in _blocks(state)) + checkpoints.counts().staging_bytes
     _require(pool.used_bytes == in_use, f"{pool.used_bytes} bytes of host memory in use, {in_use} of them known")
     _require(pool.resident_bytes <= pool.limit_bytes, "more host memory than the budget has")
+    if state.disk is not None:
+        on_disk = [mark.n_bytes for mark in (*state.disk.index.spans, *state.disk.index.checkpoints)]
+        _require(state.disk.n_bytes == sum(on_disk), "a wrong sum of bytes on disk")
+        _require(state.disk.n_entries == len(on_disk), "a wrong count of entries on disk")
 
 
 def _audit_leases(state: SchedulerState) -> None:
