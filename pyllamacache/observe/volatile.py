@@ -51,7 +51,7 @@ _HEX = "[0-9a-f]"
 
 _NOW = re.compile(
     r"\b(now|today\w*|tonight|current(ly)?|as of|date|time|clock|timestamp|generated|updated|refreshed|synced|started|"
-    r"since|uptime)\b[^\n]{0,32}$",
+    r"since|uptime|it is|it's)\b[^\n]{0,32}$",
     re.IGNORECASE,
 )
 _EXAMPLE = re.compile(
@@ -83,6 +83,7 @@ _PATTERNS = (
     _pattern(Volatile.TIMESTAMP, rf"\b{_DAY}{_MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?,?\s+20\d\d,?(?:\s+at)?\s+{_CLOCK}"),
     _pattern(Volatile.TIMESTAMP, r"\b1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?\b", needs_now=True),
     _pattern(Volatile.TIME, rf"\b{_CLOCK}(?:\s?[ap]\.?m\b)?{_ZONE}", needs_now=True),
+    _pattern(Volatile.TIME, r"\b(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:[.,]\d+)?\b", is_sure=False),
     _pattern(Volatile.DATE, rf"\b{_ISO_DAY}\b", needs_now=True),
     _pattern(Volatile.DATE, rf"\b{_DAY}{_MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?,?\s+20\d\d\b", needs_now=True),
     _pattern(Volatile.DATE, rf"\b{_DAY}\d{{1,2}}(?:st|nd|rd|th)?\s+{_MONTH},?\s+20\d\d\b", needs_now=True),

@@ -84,3 +84,8 @@ def test_recorded_prompts_have_one_clock_and_nothing_else() -> None:
     assert [(str(each.kind), each.is_sure) for each in find_volatile(policy)] == [("timestamp", True)]
     tools = json.loads((TRACES / "vscode-copilot-chat" / "agent_tools_69.json").read_text(encoding="utf-8"))
     assert find_volatile(json.dumps(tools)) == []
+
+
+def test_a_clock_needs_no_word_beside_it_where_it_has_seconds() -> None:
+    for text in ("It is 09:41:52. Be brief.", "[09:41:52] Be brief.", "It's 9:41. Be brief."):
+        assert [each.kind for each in find_volatile(text)] == [Volatile.TIME], text
