@@ -5,7 +5,7 @@
     3. semantic: by the gap left between its neighbours, times hits, over age and bytes
 
 Never: pinned or in use, the deepest of what a slot holds, the first on the way there (the header's, as a rule), and
-those at the places where a conversation's template lets its next prompt leave, up to half of what there is for the slot.
+those at the places where a conversation's template lets its next prompt leave, up to half of a slot's share.
 For a first-class newcomer these give way in the end, idle slots' first: one budget, and the newest is needed.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pyllamacache.observe.volatile import find_volatile
+from pyllamacache.observe.volatile import Volatile, find_volatile
 
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"
 
@@ -87,5 +87,6 @@ def test_recorded_prompts_have_one_clock_and_nothing_else() -> None:
 
 
 def test_a_clock_needs_no_word_beside_it_where_it_has_seconds() -> None:
+
     for text in ("It is 09:41:52. Be brief.", "[09:41:52] Be brief.", "It's 9:41. Be brief."):
         assert [each.kind for each in find_volatile(text)] == [Volatile.TIME], text
