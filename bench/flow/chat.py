@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import sys
 import tempfile
 import time
@@ -142,10 +143,16 @@ class Replay:
     sent: list[Sent] = field(default_factory=list)
     _seen: list[Ids] = field(default_factory=list)
 
-    def run(self, engine: TimedEngine, recording: Recording, *, progress: bool = False) -> None:
+    def run(
+        self, engine: TimedEngine, recording: Recording, *, progress: bool = False, limit_s: float = math.inf
+    ) -> None:
+        """No conversation is begun after `limit_s`."""
+        end_s = time.perf_counter() + limit_s
         options: dict[str, Any] = {"tools": recording.tools or None, "max_tokens": 1, "now_s": NOW_S}
         for i, conversation in enumerate(recording.conversations):
             start_s = time.perf_counter()
+            if start_s > end_s:
+                break
             for number, messages in enumerate(requests(conversation)):
                 completion = engine.chat(messages, **options).completion
                 ids = np.asarray(completion.prompt_token_ids)
@@ -283,7 +290,7 @@ MODELS: dict[str, tuple[Callable[[], Path], bool]] = {
 """Its file, and whether it is given a template with tools."""
 
 
-def replayed(name: str, recording: Recording, n_threads: int | None) -> dict[str, Any]:
+def replayed(name: str, recording: Recording, n_threads: int | None, limit_s: float) -> dict[str, Any]:
     from tests.flow.chats import template_source
 
     find, has_tools = MODELS[name]
@@ -295,7 +302,7 @@ def replayed(name: str, recording: Recording, n_threads: int | None) -> dict[str
         options |= context_for(model, options, recording)
         replay = Replay()
         with TimedEngine(model, progress=False, **options) as engine:
-            replay.run(engine, recording, progress=True)
+            replay.run(engine, recording, progress=True, limit_s=limit_s)
         return results_of(replay, model, options["n_ctx"])
 
 
@@ -331,6 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--conversations", type=int, default=20, help="the first N of the recording")
     parser.add_argument("--only", choices=list(MODELS), action="append", help="only this model; repeatable")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which a model begins no other one")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", action="store_true", help="write bench/results/chat.json")
     args = parser.parse_args(arguments)
@@ -344,9 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {}
     for name in args.only or MODELS:
         print(f"{name}:", file=sys.stderr)
-        results[name] = replayed(name, recording, args.threads)
+        results[name] = replayed(name, recording, args.threads, args.limit)
+        print(*(": ".join(row) for row in table({name: results[name]})), sep="\n", file=sys.stderr)
         for each in results[name]["shortfalls"][:5]:
-            print(f"  {each}")
+            print(f"  {each}", flush=True)
     print_table(f"{recording.name}, through chat", ["", *results], table(results))
     print("gemma3 has no tools: its file has no template, and ChatML writes none", file=sys.stderr)
     if args.json:
