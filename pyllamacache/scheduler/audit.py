@@ -85,7 +85,8 @@ def _audit_bytes(state: SchedulerState) -> None:
     _require(pool.used_bytes == in_use, f"{pool.used_bytes} bytes of host memory in use, {in_use} of them known")
     _require(pool.resident_bytes <= pool.limit_bytes, "more host memory than the budget has")
     if state.disk is not None:
-        on_disk = [mark.n_bytes for mark in (*state.disk.index.spans, *state.disk.index.checkpoints)]
+        index = state.disk.index
+        on_disk = [span.n_bytes for span in index.spans] + [node.n_bytes for node in index.checkpoints]
         _require(state.disk.n_bytes == sum(on_disk), "a wrong sum of bytes on disk")
         _require(state.disk.n_entries == len(on_disk), "a wrong count of entries on disk")
 

@@ -88,7 +88,7 @@ class Agent:
             self._answer({"content": self._text(20)})
 
     def _call(self) -> None:
-        calls = []
+        calls: list[dict[str, Any]] = []
         wanted = ("find_flight", {"origin": self._text(2), "nonstop": True}), ("book", {"seats": 3})
         for name, arguments in wanted[: self._n_parallel]:
             self._n_calls += 1
