@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.flow.chat import FOLDER, TEMPLATE, Replay, TimedEngine, tau_bench
+from bench.flow.chat import FOLDER, TEMPLATE, Replay, TimedEngine, context_for, tau_bench
 from pyllamacache import Model
 from tests.flow.chats import template_source
 
-pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no traces in {FOLDER}")
 def test_hit_rate_is_the_ideal(smollm2_path: Path) -> None:
-    replay = Replay()
-    with (
-        Model(smollm2_path, progress=False) as model,
-        TimedEngine(model, n_ctx=8192, progress=False, chat_template=template_source(TEMPLATE)) as engine,
-    ):
-        replay.run(engine, tau_bench(3))
+    replay, recording = Replay(), tau_bench(3)
+    with Model(smollm2_path, progress=False) as model:
+        options: dict[str, Any] = {"chat_template": template_source(TEMPLATE)}
+        options |= context_for(model, options, recording)
+        with TimedEngine(model, progress=False, **options) as engine:
+            replay.run(engine, recording)
     assert len(replay.sent) > 20
     for sent in replay.sent:
         usage, cache = sent.completion.usage, sent.completion.cache
