@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors, plot
     from .cache import Cache, CacheEntry, CachePrefix, CacheTree
+    from .chat.conversation import Conversation
     from .chat.options import ChatOptions
     from .chat.shapes import ChatChunk, ChatCompletion
     from .config import CacheConfig, Layout, Memory
@@ -56,6 +57,7 @@ _HOMES = {
     "CheckpointKind": "request",
     "Chunk": "request",
     "Completion": "request",
+    "Conversation": "chat.conversation",
     "Engine": "engine",
     "Explanation": "observe.explanation",
     "Finding": "observe.audit",
@@ -100,6 +102,7 @@ __all__ = [
     "CheckpointKind",
     "Chunk",
     "Completion",
+    "Conversation",
     "Engine",
     "Explanation",
     "Finding",

@@ -188,6 +188,14 @@ class ChatTemplateError(RequestError, ValueError):
         self.problem = problem
 
 
+class ConversationError(RequestError, ValueError):
+    """A conversation was asked for something that would break it, or its cache. It is as it was."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"conversation: {problem}")
+        self.problem = problem
+
+
 class WrongThreadError(RequestError):
     """The engine was asked from its own scheduler thread: from a finalizer, a log handler or a listener."""
 
