@@ -55,7 +55,7 @@ class Evidence:
 
     prompt: Prompt = field(repr=False)
     recent: tuple[Recent, ...] = field(repr=False)
-    """Of the same namespace, the oldest first."""
+    """Of the same namespace, the latest last."""
     at_s: float
     """Monotonic, as in `Recent`."""
     has_state: bool

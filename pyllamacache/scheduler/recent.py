@@ -40,7 +40,7 @@ class Recents:
         return len(self._all)
 
     def of(self, namespace: str) -> tuple[Recent, ...]:
-        """The oldest first."""
+        """Those that ended, or began, longest ago first."""
         return tuple(each for each in self._all.values() if each.namespace == namespace)
 
     def begin(self, request: Request, at_s: float) -> None:

@@ -148,23 +148,21 @@ def test_a_prompt_that_goes_on_is_nothing_to_worry_about(kind: str, new_engine: 
 
 
 def test_a_checkpoint_that_was_given_up_is_named_with_when_and_why(new_engine: NewEngine) -> None:
-    engine = new_engine("hybrid", n_slots=1, cache=CacheConfig(max_checkpoints=2))
+    engine = new_engine("hybrid", cache=CacheConfig(max_checkpoints=2))
     header = random_ids(60, 200)
     engine.complete(joined(header, random_ids(61, 200)), max_tokens=1, boundaries=[200])
-    for seed in range(62, 66):
-        engine.complete(random_ids(seed, 300), max_tokens=1)
-    reply = engine.complete(joined(header, random_ids(67, 200)), max_tokens=1)
-    lost = [each for each in [explained(reply).engine] if each is not None and each.lost is not None]
-    if reply.cache.reason is Reason.EVICTED:
-        (engine_facts,) = lost
-        assert engine_facts.lost is not None
-        assert engine_facts.lost.position == reply.cache.position
-        assert engine_facts.lost.reason in {"stranded", "thinned", "outvalued"}
-        assert engine_facts.lost.age_s >= 0
-        assert "given up" in str(explained(reply))
-        assert "raise max_checkpoints" in explained(reply).suggestion
-    else:
-        assert reply.cache.reason is Reason.COLD
+    for seed in (62, 63):
+        engine.complete(joined(header[:100], random_ids(seed, 300)), max_tokens=1)
+    reply = engine.complete(joined(header, [3], random_ids(67, 200)), max_tokens=1)
+    assert (reply.cache.reason, reply.cache.position) == (Reason.EVICTED, 200)
+    found = explained(reply)
+    assert found.engine is not None
+    assert found.engine.lost is not None
+    assert (found.engine.lost.position, found.engine.lost.reason) == (200, "outvalued")
+    assert 0 < found.engine.lost.age_s < 60
+    assert found.engine.checkpoint == reply.cache.resumed_tokens
+    assert "the one at 200 was given up" in str(found)
+    assert "raise max_checkpoints" in found.suggestion
 
 
 def test_another_question_without_a_checkpoint_asks_for_a_boundary(new_engine: NewEngine) -> None:
