@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from pyllamacache import Conversation, Engine
-from pyllamacache.errors import CacheCorruptError, CacheFileError, ConversationError, InvalidRequestError
+from pyllamacache.errors import (
+    CacheCorruptError,
+    CacheFileError,
+    CacheMismatchError,
+    ConversationError,
+    InvalidRequestError,
+)
 from tests.flow.chats import TOOLS, template_source
 
 NewEngine = Callable[..., Engine]
@@ -133,12 +139,66 @@ def test_files_carry_everything_and_refuse_the_rest(engine: Engine, tmp_path: Pa
         conversation.messages, tools=TOOLS, now_s=1
     )
     assert loaded.ask("second").cache.resumed_tokens > 0
-    for text in ("", "[]", "{", json.dumps({"pyllamacache_conversation": 9}), '{"pyllamacache_conversation": 1}'):
+    for text in ("", "[]", "{", "{}", '{"pyllamacache_conversation": 1}'):
         path.write_text(text)
         with pytest.raises(CacheCorruptError):
             Conversation.load(path, engine)
+    path.write_text(json.dumps({"pyllamacache_conversation": 9}))
+    with pytest.raises(CacheMismatchError, match="format is 9"):
+        Conversation.load(path, engine)
     with pytest.raises(CacheFileError):
         Conversation.load(tmp_path / "none.json", engine)
     with pytest.raises(CacheFileError):
         conversation.save(tmp_path / "no" / "folder.json")
     assert [each.name for each in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_a_pending_question_is_part_of_what_compaction_announces(engine: Engine) -> None:
+    conversation = talk(engine, tools=TOOLS, now_s=1_700_000_000)
+    for turn in range(4):
+        last = conversation.ask(f"question {turn} " + "about a seat " * 8)
+    known = last.completion.prompt_token_ids.tolist() + list(last.completion.token_ids)
+    conversation.user("the last one")
+    announced = conversation.plan_compaction("Four questions were answered.", keep_last=3)
+    report = conversation.compact("Four questions were answered.", keep_last=3)
+    answer = conversation.send()
+    assert answer.cache.prefilled_tokens == report.prefill_tokens == announced.prefill_tokens
+    assert answer.usage.prompt_tokens == report.tokens_after < report.tokens_before
+    back = report.before.send()
+    assert back.usage.prompt_tokens == report.tokens_before
+    ids = back.completion.prompt_token_ids.tolist()
+    assert back.cache.prefilled_tokens <= new_tokens(known, ids) + SPARE_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_another_engine_goes_on_from_a_file_with_the_same_bytes(
+    new_engine: NewEngine, tmp_path: Path, kind: str
+) -> None:
+    first, second = (
+        new_engine(kind, n_ctx=4096, chat_template=template_source("meta-llama-Llama-3.1-8B-Instruct"))
+        for _ in range(2)
+    )
+    conversation = talk(first, tools=TOOLS, now_s=1_700_000_000)
+    conversation.ask("first")
+    conversation.save(tmp_path / "talk.json")
+    loaded = Conversation.load(tmp_path / "talk.json", second)
+    for each in (conversation, loaded):
+        each.user("second")
+    here, there = (each._render(each._options).text for each in (conversation, loaded))
+    assert here.encode() == there.encode()
+    answer = loaded.send()
+    ids = answer.completion.prompt_token_ids.tolist()
+    again = loaded.ask("third")
+    known = ids + list(answer.completion.token_ids)
+    grown = again.completion.prompt_token_ids.tolist()
+    assert again.cache.prefilled_tokens <= new_tokens(known, grown) + SPARE_TOKENS
+
+
+def test_a_template_that_wants_turns_can_be_compacted(new_engine: NewEngine) -> None:
+    source = template_source("mistralai-Mistral-Nemo-Instruct-2407")
+    conversation = talk(new_engine("full", n_ctx=4096, chat_template=source))
+    for turn in range(3):
+        conversation.ask(f"question {turn}")
+    conversation.compact("Questions were answered.", keep_last=2)
+    assert [message["role"][0] for message in conversation.messages] == list("suaua")
+    conversation.ask("next")
