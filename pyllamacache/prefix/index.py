@@ -41,6 +41,9 @@ SPAN_TOKENS = 256
 MAX_EVICTED = 4096
 """Evicted prefixes that are remembered, to say that a request missed one."""
 
+MAX_GONE = 256
+"""The same of those given up for another reason, to say what it was."""
+
 
 class _Node:
     """Ids of [start, start + len(edge)), and the marks whose position lies in there, by position."""
@@ -251,6 +254,8 @@ class PrefixIndex:
         self._spans: dict[Span, None] = {}
         self._parked: dict[SlotId, Parked] = {}
         self._evicted: OrderedDict[tuple[str, int, bytes], Evicted] = OrderedDict()
+        self._gone: OrderedDict[tuple[str, int, bytes], Evicted] = OrderedDict()
+        """For another reason than want of room."""
 
     # ---- looking -----------------------------------------------------------------------------------------------
 
@@ -626,35 +631,37 @@ class PrefixIndex:
     def remember(self, namespace: str, ids: Ids, evicted: Evicted) -> None:
         """What became of this prefix."""
         digest = blake2b(ids.tobytes(), digest_size=16).digest()
-        self._evicted[namespace, len(ids), digest] = evicted
-        if len(self._evicted) > MAX_EVICTED:
-            self._evicted.popitem(last=False)
+        known, limit = (self._evicted, MAX_EVICTED) if evicted.is_missed else (self._gone, MAX_GONE)
+        known[namespace, len(ids), digest] = evicted
+        if len(known) > limit:
+            known.popitem(last=False)
 
     def deepest_evicted(self, namespace: str, ids: Ids, after: int, upto: int, *, is_missed: bool = True) -> int:
         """The deepest position in (after, upto] at which a prefix of `ids` once was evicted; 0: none.
 
-        With `is_missed` False, one that was given up for whatever reason.
+        With `is_missed` False, one that was given up for another reason than want of room.
         """
-        positions = sorted(
-            {position for space, position, _ in self._evicted if space == namespace and after < position <= upto}
-        )
+        known = self._evicted if is_missed else self._gone
+        mine = {position for space, position, _ in known if space == namespace}
+        positions = sorted(position for position in mine if after < position <= upto)
         found, start, running = 0, 0, blake2b(digest_size=16)
         for position in positions:
             running.update(ids[start:position].tobytes())
             start = position
-            evicted = self._evicted.get((namespace, position, running.digest()))
-            if evicted is not None and (evicted.is_missed or not is_missed):
+            if (namespace, position, running.digest()) in known:
                 found = position
         return found
 
     def evicted(self, namespace: str, ids: Ids) -> Evicted | None:
         """What became of exactly this prefix; None: it is not known to be gone."""
-        return self._evicted.get((namespace, len(ids), blake2b(ids.tobytes(), digest_size=16).digest()))
+        key = (namespace, len(ids), blake2b(ids.tobytes(), digest_size=16).digest())
+        return self._evicted.get(key) or self._gone.get(key)
 
     def forget_evicted(self, namespace: str | None = None) -> None:
         """Forget what was evicted, of one namespace or (None) of all."""
-        for key in [key for key in self._evicted if namespace in (None, key[0])]:
-            del self._evicted[key]
+        for known in (self._evicted, self._gone):
+            for key in [key for key in known if namespace in (None, key[0])]:
+                del known[key]
 
     # ---- audit -------------------------------------------------------------------------------------------------
 

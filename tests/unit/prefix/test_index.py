@@ -8,7 +8,7 @@ import pytest
 
 from pyllamacache.errors import InternalError
 from pyllamacache.prefix import index as index_module
-from pyllamacache.prefix.index import Checkpoint, PrefixIndex
+from pyllamacache.prefix.index import Checkpoint, Evicted, PrefixIndex
 from pyllamacache.prefix.match import common_prefix_len
 from pyllamacache.request import CheckpointKind
 
@@ -205,6 +205,29 @@ def test_the_deepest_evicted_one_is_found_within_the_limits() -> None:
     assert index.deepest_evicted("", longer, 23, 25) == 0
     assert index.deepest_evicted("", as_ids([*HEADER, 9, 9, 9]), 0, 23) == 20
     assert index.deepest_evicted("", ONE[:10], 0, 23) == 4
+
+
+def test_what_became_of_a_prefix_is_remembered_and_only_want_of_room_makes_it_missed() -> None:
+    index = PrefixIndex()
+    index.remove(add(index, HEADER), is_evicted=True, reason="outvalued", at_s=3.0)
+    index.remove(add(index, ONE), reason="replaced", at_s=5.0)
+    assert index.evicted("", as_ids(HEADER)) == Evicted(True, "outvalued", 3.0)
+    assert index.evicted("", ONE) == Evicted(False, "replaced", 5.0)
+    assert index.evicted("a", ONE) is index.evicted("", ONE[:-1]) is None
+    assert index.deepest_evicted("", ONE, 0, 23) == 20
+    assert index.deepest_evicted("", ONE, 0, 23, is_missed=False) == 23
+    index.forget_evicted("")
+    assert index.evicted("", ONE) is index.evicted("", as_ids(HEADER)) is None
+
+
+def test_those_given_up_for_other_reasons_are_few_and_push_no_evicted_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_GONE", 3)
+    index = PrefixIndex()
+    index.remove(add(index, ONE), is_evicted=True)
+    for end in range(1, 6):
+        index.remove(add(index, ONE[:end]), reason="broken")
+    assert [index.deepest_evicted("", ONE, end - 1, end, is_missed=False) for end in range(1, 6)] == [0, 0, 3, 4, 5]
+    assert index.deepest_evicted("", ONE, 0, 23) == 23
 
 
 def test_what_was_merely_removed_is_not_remembered() -> None:
