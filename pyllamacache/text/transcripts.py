@@ -39,6 +39,8 @@ class Transcript:
     ids: Ids
     spelling: Spelling
     retokenized_at: int | None = None
+    n_prompt: int = 1 << 62
+    """Tokens of the prompt; `retokenized_at` says nothing of those behind."""
 
     @property
     def size_bytes(self) -> int:
@@ -106,7 +108,7 @@ def transcribe(
         controls=np.concatenate([known.controls, np.array(controls[: len(tokens)], dtype=np.int32)]),
         reply_ends=(*known.reply_ends, len(ids)),
     )
-    return Transcript(namespace, ids, spelling, prompt.retokenized_at)
+    return Transcript(namespace, ids, spelling, prompt.retokenized_at, len(prompt.ids))
 
 
 class Transcripts:
@@ -257,6 +259,7 @@ class TextMatcher:
         """Plain tokens of `data` from some token of `known` on, and which one it is."""
         spelling = known.spelling
         n_controls = int(np.searchsorted(spelling.ends[spelling.controls], n_common, side="right"))
+        n_controls = min(n_controls, int(np.searchsorted(spelling.controls, known.n_prompt)))
         if n_controls:
             index = int(spelling.controls[n_controls - 1])
             tail = self._tokens_from(_tail_of(known, index).start, data, inputs, spelling.parse_special)
