@@ -159,7 +159,8 @@ class Explanation:
         kind = "" if self.volatile is None else f", which looks like a {self.volatile.value}"
         line = f"{words}; first difference at {unit[:-1]} {found.position:,}{where}{kind}"
         if found.old_changed or found.change is not Change.APPENDED:
-            line += f"; {found.old_changed:,} {unit} there became {found.new_changed:,}"
+            there = unit[:-1] if found.old_changed == 1 else unit
+            line += f"; {found.old_changed:,} {there} there became {found.new_changed:,}"
         if found.identical_after or found.moved:
             line += f"; {found.identical_after:,} behind it ({found.share_identical:.1%}) are as before"
             line += f", {found.moved:,} only moved" if found.moved else ""
