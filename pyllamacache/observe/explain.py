@@ -64,33 +64,18 @@ def explain(
 def explain_report(report: CacheReport, *, show_text: bool = False) -> Explanation:
     """What became of a request, by what the engine knew then."""
     evidence = report.evidence
-    engine = EngineFacts(
-        report.matched_tokens,
-        report.resumed_tokens,
-        report.prefilled_tokens,
-        report.source,
-        report.reason,
-        report.position,
-    )
     if evidence is None:
-        return _by_numbers(engine, show_text=show_text)
-    old = _closest(evidence)
-    engine = replace(
-        engine,
-        has_state=evidence.has_state,
-        checkpoint=evidence.checkpoint,
-        lost=evidence.lost,
-        compared_age_s=None if old is None else evidence.at_s - old.at_s,
-    )
+        return _by_numbers(_facts(report, None, None), show_text=show_text)
+    old, prompt = _closest(evidence), evidence.prompt
     per_token = evidence.prefill_s_per_token
     cost_s = evidence.prefill_s if per_token is None else report.prefilled_tokens * per_token
-    prompt = evidence.prompt
     difference = None if old is None else compare_spelled(old.ids, prompt.ids, old.spelling, prompt.spelling)
     if old is None or difference is None or report.matched_tokens > difference.position:
-        found = _by_numbers(replace(engine, compared_age_s=None), evidence, show_text=show_text)
+        found = _by_numbers(_facts(report, evidence, None), evidence, show_text=show_text)
         return replace(found, cost_s=cost_s)
-    seen = _look(old, prompt, difference)
+    engine, seen = _facts(report, evidence, old), _look(old, prompt, difference)
     on_prompt = advise_on_prompt(difference, seen.place, seen.old_place, seen.volatile)
+    n_checkpoints, min_gap = evidence.n_checkpoints, evidence.min_gap_tokens
     return Explanation(
         unit="tokens",
         difference=difference,
@@ -101,15 +86,31 @@ def explain_report(report: CacheReport, *, show_text: bool = False) -> Explanati
         cost=report.prefilled_tokens,
         cost_s=cost_s,
         suggestion=advise_on_request(
-            difference,
-            engine,
-            on_prompt,
-            n_checkpoints=evidence.n_checkpoints,
-            min_gap_tokens=evidence.min_gap_tokens,
+            difference, engine, on_prompt, n_checkpoints=n_checkpoints, min_gap_tokens=min_gap
         ),
         engine=engine,
         shows_text=show_text,
         windows=seen.windows,
+    )
+
+
+def _facts(report: CacheReport, evidence: Evidence | None, old: Recent | None) -> EngineFacts:
+    facts = EngineFacts(
+        report.matched_tokens,
+        report.resumed_tokens,
+        report.prefilled_tokens,
+        report.source,
+        report.reason,
+        report.position,
+    )
+    if evidence is None:
+        return facts
+    return replace(
+        facts,
+        has_state=evidence.has_state,
+        checkpoint=evidence.checkpoint,
+        lost=evidence.lost,
+        compared_age_s=None if old is None else evidence.at_s - old.at_s,
     )
 
 
