@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -198,10 +199,11 @@ char * plc_chat_render(plc_chat * chat, const llama_model * model, const char * 
         Renders     renders;
         const auto  inputs = inputs_of(common_json::parse(request), renders);
         common_json res    = common_json::object();
+        std::unique_ptr<plc_chat_reply> made;
         if (!reply) {
             res["prompt"] = common_chat_templates_apply(chat->templates.get(), inputs).prompt;
         } else {
-            auto made = std::make_unique<plc_chat_reply>();
+            made = std::make_unique<plc_chat_reply>();
             made->session =
                 common_chat_session(chat->templates.get(), model ? llama_model_get_vocab(model) : nullptr, inputs);
             made->before.role        = "assistant";
@@ -209,10 +211,13 @@ char * plc_chat_render(plc_chat * chat, const llama_model * model, const char * 
             res["generation_prompt"] = made->session.generation_prompt();
             res["stops"]             = made->session.additional_stops();
             res["constraint"]        = constraint_of(made->session);
-            *reply                   = made.release();
         }
         res["parts"] = parts_of(renders, res.at("prompt").get<std::string>(), chat->bos);
-        return copied(res.dump());
+        char * text = copied(res.dump());
+        if (text && reply) {
+            *reply = made.release(); // not before: a caller that gets an error gets nothing to free
+        }
+        return text;
     });
 }
 
