@@ -20,7 +20,6 @@ class ReplyReader:
 
     def __init__(self, parser: ReplyParser) -> None:
         self._parser = parser
-        self._ids: dict[int, str] = {}
         self._text = ""
         self._content = ""
         self._reasoning = ""
@@ -37,9 +36,10 @@ class ReplyReader:
             read = self._parser.feed(text, is_last=is_last)
         except ChatTemplateError:
             self.is_readable = False
-            if self._content or self._reasoning or self._calls:
-                return []  # what was read so far stands
-            return [self._add_content(self._text)] if self._text else []
+            # what was read so far stands; where it was content alone, it is known how far that came
+            is_prefix = not (self._reasoning or self._calls) and self._text.startswith(self._content)
+            rest = self._text[len(self._content) :] if is_prefix else text
+            return [self._add_content(rest)] if rest else []
         return [self._delta(each) for each in read["deltas"]]
 
     def _add_content(self, text: str) -> Delta:
