@@ -17,15 +17,14 @@ An engine has one of these for what is parked and in host memory, and one for wh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from ..errors import InternalError
+from .evicted import Evicted, EvictedPrefixes
 from .match import common_prefix_len
 
 if TYPE_CHECKING:
@@ -37,12 +36,6 @@ _M = TypeVar("_M", bound="Mark")
 
 SPAN_TOKENS = 256
 """Length of a stored span; the last one of a prefix may be shorter."""
-
-MAX_EVICTED = 4096
-"""Evicted prefixes that are remembered, to say that a request missed one."""
-
-MAX_GONE = 256
-"""The same of those given up for another reason, to say what it was."""
 
 
 class _Node:
@@ -220,16 +213,6 @@ class Match:
         return found
 
 
-class Evicted(NamedTuple):
-    """Of a prefix that is no longer there."""
-
-    is_missed: bool
-    """It was given up for want of room."""
-    reason: str
-    at_s: float
-    """On the clock of whoever gave it up."""
-
-
 class Watcher(Protocol):
     """Is told of checkpoints and spans, once they hang and once they no longer do."""
 
@@ -253,9 +236,7 @@ class PrefixIndex:
         self._checkpoints: dict[Checkpoint, None] = {}
         self._spans: dict[Span, None] = {}
         self._parked: dict[SlotId, Parked] = {}
-        self._evicted: OrderedDict[tuple[str, int, bytes], Evicted] = OrderedDict()
-        self._gone: OrderedDict[tuple[str, int, bytes], Evicted] = OrderedDict()
-        """For another reason than want of room."""
+        self.evicted = EvictedPrefixes()
 
     # ---- looking -----------------------------------------------------------------------------------------------
 
@@ -528,7 +509,7 @@ class PrefixIndex:
     ) -> None:
         """Take it out. Evicted ones, and those with a reason, are remembered for a while."""
         if is_evicted or reason:
-            self.remember(mark.namespace, mark.ids(), Evicted(is_evicted, reason, at_s))
+            self.evicted.add(mark.namespace, mark.ids(), Evicted(is_evicted, reason, at_s))
         if isinstance(mark, Parked):
             self.cut_parked(mark, 0)
             return
@@ -625,43 +606,6 @@ class PrefixIndex:
                 node.edge = _cut(node.edge, end - node.start)
         elif len(node.children) == 1:
             _merge(node, next(iter(node.children.values())))
-
-    # ---- what is no longer there -------------------------------------------------------------------------------
-
-    def remember(self, namespace: str, ids: Ids, evicted: Evicted) -> None:
-        """What became of this prefix."""
-        digest = blake2b(ids.tobytes(), digest_size=16).digest()
-        known, limit = (self._evicted, MAX_EVICTED) if evicted.is_missed else (self._gone, MAX_GONE)
-        known[namespace, len(ids), digest] = evicted
-        if len(known) > limit:
-            known.popitem(last=False)
-
-    def deepest_evicted(self, namespace: str, ids: Ids, after: int, upto: int, *, is_missed: bool = True) -> int:
-        """The deepest position in (after, upto] at which a prefix of `ids` once was evicted; 0: none.
-
-        With `is_missed` False, one that was given up for another reason than want of room.
-        """
-        known = self._evicted if is_missed else self._gone
-        mine = {position for space, position, _ in known if space == namespace}
-        positions = sorted(position for position in mine if after < position <= upto)
-        found, start, running = 0, 0, blake2b(digest_size=16)
-        for position in positions:
-            running.update(ids[start:position].tobytes())
-            start = position
-            if (namespace, position, running.digest()) in known:
-                found = position
-        return found
-
-    def evicted(self, namespace: str, ids: Ids) -> Evicted | None:
-        """What became of exactly this prefix; None: it is not known to be gone."""
-        key = (namespace, len(ids), blake2b(ids.tobytes(), digest_size=16).digest())
-        return self._evicted.get(key) or self._gone.get(key)
-
-    def forget_evicted(self, namespace: str | None = None) -> None:
-        """Forget what was evicted, of one namespace or (None) of all."""
-        for known in (self._evicted, self._gone):
-            for key in [key for key in known if namespace in (None, key[0])]:
-                del known[key]
 
     # ---- audit -------------------------------------------------------------------------------------------------
 

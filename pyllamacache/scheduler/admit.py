@@ -124,7 +124,7 @@ def choose(state: SchedulerState, request: Request, *, as_if_idle: bool = False)
         store=request.store,
     )
     if isinstance(chosen, Plan) and chosen.reason is Reason.NO_CHECKPOINT:
-        evicted = state.index.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position)
+        evicted = state.index.evicted.deepest(namespace, ids, chosen.resume_tokens, chosen.position)
         if evicted:
             chosen = replace(chosen, reason=Reason.EVICTED, position=evicted)
     return chosen, stored

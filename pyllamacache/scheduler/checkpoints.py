@@ -545,7 +545,7 @@ class Checkpoints:
         nodes = [node for node in self._blocks if namespace in (None, node.namespace)]
         for node in nodes:
             self.drop(node, Eviction.CLEARED)
-        self.index.forget_evicted(namespace)
+        self.index.evicted.forget(namespace)
         return len(nodes)
 
     def close(self) -> None:

@@ -103,8 +103,8 @@ def _lost(index: PrefixIndex, namespace: str, ids: Ids, chosen: Plan, now_s: flo
     if chosen.reason is Reason.EVICTED:
         position = chosen.position
     elif chosen.reason is Reason.NO_CHECKPOINT:
-        position = index.deepest_evicted(namespace, ids, chosen.resume_tokens, chosen.position, is_missed=False)
+        position = index.evicted.deepest(namespace, ids, chosen.resume_tokens, chosen.position, is_missed=False)
     else:
         return None
-    evicted = index.evicted(namespace, ids[:position]) if position else None
+    evicted = index.evicted.what_became_of(namespace, ids[:position]) if position else None
     return None if evicted is None else Lost(position, evicted.reason, now_s - evicted.at_s)

@@ -132,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(namespace=st.sampled_from([*NAMESPACES, None]))
     def forget_evicted(self, namespace: str | None) -> None:
-        self.index.forget_evicted(namespace)
+        self.index.evicted.forget(namespace)
         self.evicted = {key for key in self.evicted if namespace not in (None, key[0])}
 
     # -- questions --
@@ -179,7 +179,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, ids=prefixes(), after=st.integers(0, 12), upto=st.integers(0, 12))
     def deepest_evicted(self, namespace: str, ids: Prefix, after: int, upto: int) -> None:
         ends = [end for end in range(1, len(ids) + 1) if after < end <= upto and (namespace, ids[:end]) in self.evicted]
-        assert self.index.deepest_evicted(namespace, as_ids(ids), after, upto) == max(ends, default=0)
+        assert self.index.evicted.deepest(namespace, as_ids(ids), after, upto) == max(ends, default=0)
 
     @invariant()
     def everything_is_where_the_twin_says(self) -> None:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from pyllamacache.errors import InternalError
+from pyllamacache.prefix import evicted as evicted_module
 from pyllamacache.prefix import index as index_module
-from pyllamacache.prefix.index import Checkpoint, Evicted, PrefixIndex
+from pyllamacache.prefix.evicted import Evicted
+from pyllamacache.prefix.index import Checkpoint, PrefixIndex
 from pyllamacache.prefix.match import common_prefix_len
 from pyllamacache.request import CheckpointKind
 
@@ -123,8 +125,8 @@ def test_namespaces_know_nothing_of_each_other() -> None:
     assert b.parent is None
     index.remove(b, is_evicted=True)
     assert index.path("a", ONE) == [a]
-    assert index.deepest_evicted("a", ONE, 0, 23) == 0
-    assert index.deepest_evicted("b", ONE, 0, 23) == 23
+    assert index.evicted.deepest("a", ONE, 0, 23) == 0
+    assert index.evicted.deepest("b", ONE, 0, 23) == 23
 
 
 def test_a_lookup_costs_one_comparison_of_the_tokens_matched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,42 +200,42 @@ def test_the_deepest_evicted_one_is_found_within_the_limits() -> None:
     for ids in (HEADER[:4], HEADER, ONE):
         index.remove(add(index, ids), is_evicted=True)
     longer = as_ids([*ONE, 7, 8])
-    assert index.deepest_evicted("", longer, 0, 25) == 23
-    assert index.deepest_evicted("", longer, 0, 22) == 20
-    assert index.deepest_evicted("", longer, 4, 20) == 20
-    assert index.deepest_evicted("", longer, 4, 19) == 0
-    assert index.deepest_evicted("", longer, 23, 25) == 0
-    assert index.deepest_evicted("", as_ids([*HEADER, 9, 9, 9]), 0, 23) == 20
-    assert index.deepest_evicted("", ONE[:10], 0, 23) == 4
+    assert index.evicted.deepest("", longer, 0, 25) == 23
+    assert index.evicted.deepest("", longer, 0, 22) == 20
+    assert index.evicted.deepest("", longer, 4, 20) == 20
+    assert index.evicted.deepest("", longer, 4, 19) == 0
+    assert index.evicted.deepest("", longer, 23, 25) == 0
+    assert index.evicted.deepest("", as_ids([*HEADER, 9, 9, 9]), 0, 23) == 20
+    assert index.evicted.deepest("", ONE[:10], 0, 23) == 4
 
 
 def test_what_became_of_a_prefix_is_remembered_and_only_want_of_room_makes_it_missed() -> None:
     index = PrefixIndex()
     index.remove(add(index, HEADER), is_evicted=True, reason="outvalued", at_s=3.0)
     index.remove(add(index, ONE), reason="replaced", at_s=5.0)
-    assert index.evicted("", as_ids(HEADER)) == Evicted(True, "outvalued", 3.0)
-    assert index.evicted("", ONE) == Evicted(False, "replaced", 5.0)
-    assert index.evicted("a", ONE) is index.evicted("", ONE[:-1]) is None
-    assert index.deepest_evicted("", ONE, 0, 23) == 20
-    assert index.deepest_evicted("", ONE, 0, 23, is_missed=False) == 23
-    index.forget_evicted("")
-    assert index.evicted("", ONE) is index.evicted("", as_ids(HEADER)) is None
+    assert index.evicted.what_became_of("", as_ids(HEADER)) == Evicted(True, "outvalued", 3.0)
+    assert index.evicted.what_became_of("", ONE) == Evicted(False, "replaced", 5.0)
+    assert index.evicted.what_became_of("a", ONE) is index.evicted.what_became_of("", ONE[:-1]) is None
+    assert index.evicted.deepest("", ONE, 0, 23) == 20
+    assert index.evicted.deepest("", ONE, 0, 23, is_missed=False) == 23
+    index.evicted.forget("")
+    assert index.evicted.what_became_of("", ONE) is index.evicted.what_became_of("", as_ids(HEADER)) is None
 
 
 def test_those_given_up_for_other_reasons_are_few_and_push_no_evicted_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "MAX_GONE", 3)
+    monkeypatch.setattr(evicted_module, "MAX_GONE", 3)
     index = PrefixIndex()
     index.remove(add(index, ONE), is_evicted=True)
     for end in range(1, 6):
         index.remove(add(index, ONE[:end]), reason="broken")
-    assert [index.deepest_evicted("", ONE, end - 1, end, is_missed=False) for end in range(1, 6)] == [0, 0, 3, 4, 5]
-    assert index.deepest_evicted("", ONE, 0, 23) == 23
+    assert [index.evicted.deepest("", ONE, end - 1, end, is_missed=False) for end in range(1, 6)] == [0, 0, 3, 4, 5]
+    assert index.evicted.deepest("", ONE, 0, 23) == 23
 
 
 def test_what_was_merely_removed_is_not_remembered() -> None:
     index = PrefixIndex()
     index.remove(add(index, ONE))
-    assert index.deepest_evicted("", ONE, 0, 23) == 0
+    assert index.evicted.deepest("", ONE, 0, 23) == 0
 
 
 def test_the_whole_prefix_counts_not_only_the_edge() -> None:
@@ -242,23 +244,23 @@ def test_the_whole_prefix_counts_not_only_the_edge() -> None:
     one = add(index, ONE)
     index.remove(one, is_evicted=True)
     other = as_ids([5, *HEADER[1:], 1, 1, 1])
-    assert index.deepest_evicted("", other, 0, 23) == 0
-    assert index.deepest_evicted("", ONE, 0, 23) == 23
+    assert index.evicted.deepest("", other, 0, 23) == 0
+    assert index.evicted.deepest("", ONE, 0, 23) == 23
 
 
 def test_evicted_ones_can_be_forgotten_by_namespace_or_all() -> None:
     index = PrefixIndex()
     for namespace in "abc":
         index.remove(add(index, ONE, namespace), is_evicted=True)
-    index.forget_evicted("b")
-    assert [index.deepest_evicted(namespace, ONE, 0, 23) for namespace in "abc"] == [23, 0, 23]
-    index.forget_evicted()
-    assert [index.deepest_evicted(namespace, ONE, 0, 23) for namespace in "abc"] == [0, 0, 0]
+    index.evicted.forget("b")
+    assert [index.evicted.deepest(namespace, ONE, 0, 23) for namespace in "abc"] == [23, 0, 23]
+    index.evicted.forget()
+    assert [index.evicted.deepest(namespace, ONE, 0, 23) for namespace in "abc"] == [0, 0, 0]
 
 
 def test_only_so_many_evicted_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "MAX_EVICTED", 3)
+    monkeypatch.setattr(evicted_module, "MAX_EVICTED", 3)
     index = PrefixIndex()
     for end in range(1, 6):
         index.remove(add(index, ONE[:end]), is_evicted=True)
-    assert [index.deepest_evicted("", ONE, end - 1, end) for end in range(1, 6)] == [0, 0, 3, 4, 5]
+    assert [index.evicted.deepest("", ONE, end - 1, end) for end in range(1, 6)] == [0, 0, 3, 4, 5]

@@ -1016,4 +1016,4 @@ def test_one_given_up_is_counted_by_its_reason() -> None:
     driver.complete(PROMPT, max_tokens=1)
     driver.state.checkpoints.drop(node_at(driver, 96), Eviction.OUTVALUED)
     assert driver.state.checkpoints.counts().evicted == {"outvalued": 1}
-    assert driver.state.checkpoints.index.deepest_evicted("", driver.slot(0).tokens.ids, 80, 100) == 96
+    assert driver.state.checkpoints.index.evicted.deepest("", driver.slot(0).tokens.ids, 80, 100) == 96
