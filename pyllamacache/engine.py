@@ -287,12 +287,16 @@ class Engine:
         """`chat(stream=True)` for asyncio: `async for chunk in engine.achat_stream(...)`."""
         return self._chat().astream(self._send, messages, options)
 
-    def render(self, messages: Sequence[Any], **choices: Unpack[TemplateChoices]) -> RenderedChat:
+    def render(
+        self, messages: Sequence[Any], *, namespace: str = "", **choices: Unpack[TemplateChoices]
+    ) -> RenderedChat:
         """Messages and tools as `chat` sends them: a prompt for `warm`, `plan`, `complete`, `cache.pin` and the others.
+
+        `namespace` is the one whose replies it knows; the prompt can be sent to any.
 
         Raises InvalidRequestError, UnknownOptionError, ChatTemplateError.
         """
-        return self._chat().render(messages, choices)
+        return self._chat().render(messages, choices, namespace=namespace)
 
     def _send(self, prompt: RenderedChat, options: dict[str, Any]) -> Handle:
         return self.submit(prompt, **options)
@@ -317,7 +321,7 @@ class Engine:
         """Namespace and ids. Raises InvalidRequestError, UnknownOptionError."""
         for name in options:
             if name not in PromptOptions.__annotations__:
-                raise UnknownOptionError(name, None)
+                raise UnknownOptionError(name, PromptOptions.__annotations__)
         request = self._request(prompt, cast("RequestOptions", {**options, "max_tokens": 0}))
         return request.namespace, request.prompt.ids
 

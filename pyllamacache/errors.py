@@ -7,6 +7,9 @@ from facts: what happened, the numbers, what to change. Messages never contain p
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 
 class PyLlamaCacheError(Exception):
     """Root of the tree. Every error can be pickled and copied with its facts."""
@@ -152,8 +155,9 @@ class InvalidRequestError(RequestError, ValueError):
 class UnknownOptionError(InvalidRequestError, TypeError):
     """A request was given a keyword that does not exist."""
 
-    def __init__(self, name: str, close: str | None) -> None:
-        super().__init__(name, f"no such option{f'; did you mean {close}?' if close else ''}")
+    def __init__(self, name: str, known: Collection[str] = ()) -> None:
+        close = difflib.get_close_matches(name, known, n=1)
+        super().__init__(name, f"no such option{f'; did you mean {close[0]}?' if close else ''}")
 
 
 class RequestTooLongError(RequestError, ValueError):

@@ -231,6 +231,8 @@ class Request:
     stop: tuple[str, ...] = ()
     cache_prompt: bool = True
     slot: SlotId | None = None
+    cache_key: str | None = None
+    """Of slots that serve equally well, the one that ran this key last is taken. A hint, no isolation."""
     namespace: str = ""
     store: bool = True
     boundaries: tuple[int, ...] = ()

@@ -7,12 +7,9 @@ end of the newest message and stays in the history, where it was.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import json
 import os
-import stat
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +24,10 @@ from ..errors import (
     ChatTemplateError,
     ConversationError,
     InvalidRequestError,
-    UnknownOptionError,
 )
+from ..store.atomic import open_regular, replace_file
 from .messages import check_chat
-from .options import ChatOptions, TemplateChoices, request_options
+from .options import NAMES, TEMPLATE_NAMES, check_names, request_options
 
 if TYPE_CHECKING:
     from ..request import RenderedChat, ReusePlan
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _MARK = "pyllamacache_conversation"
-_TEMPLATE_NAMES = frozenset(TemplateChoices.__annotations__)
-_NAMES = frozenset(ChatOptions.__annotations__) | _TEMPLATE_NAMES
 _FIXED = ("tools", "now_s", "namespace", "cache_salt")
 """With another value of these, nothing of the conversation would be found again."""
 
@@ -116,7 +111,7 @@ class Conversation:
     def __init__(
         self, engine: Engine, *, system: str | None = None, tools: Sequence[Any] | None = None, **options: Any
     ) -> None:
-        _check_names(options)
+        check_names(options, NAMES)
         check_chat([{"role": "user", "content": ""}], tools)
         self._engine = engine
         self._tools = copy.deepcopy(list(tools)) if tools else []
@@ -234,7 +229,7 @@ class Conversation:
 
         Raises what `Engine.plan` does.
         """
-        options = request_options(self._options, known=_NAMES)
+        options = request_options(self._options)
         return self._engine.plan(self._render(self._options), **options)
 
     def _to_send(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,25 +239,27 @@ class Conversation:
             raise ConversationError("there is nothing to answer; add a question with user()")
         if "stream" in options:
             raise InvalidRequestError("stream", "use stream() in place of send()")
-        _check_names(options)
+        check_names(options, NAMES)
         for name in _FIXED:
             if options.get(name) not in (None, self._tools if name == "tools" else self._options.get(name)):
                 raise ConversationError(f"{name} stays what it was made with, or all of it would be prefilled again")
         merged = {**self._options, **{name: value for name, value in options.items() if name not in _FIXED}}
-        changed = [name for name in sorted(_TEMPLATE_NAMES) if merged.get(name) != self._options.get(name)]
+        changed = [name for name in sorted(TEMPLATE_NAMES) if merged.get(name) != self._options.get(name)]
         if changed and _head(self._render(merged)) != _head(self._render(self._options)):
             raise ConversationError(f"{', '.join(changed)} would change the head; give it to all requests or to none")
         return {**merged, "tools": copy.deepcopy(self._tools) or None}
 
     def _render(self, options: Mapping[str, Any]) -> RenderedChat:
-        choices = {name: value for name, value in options.items() if name in _TEMPLATE_NAMES}
+        choices = {name: value for name, value in options.items() if name in TEMPLATE_NAMES}
         missing: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": call_id, "name": name, "content": ""}
             for call_id, name in _open_calls(self._messages).items()
         ]
         if not missing and (not self._messages or self._messages[-1]["role"] not in ("user", "tool")):
             missing = [{"role": "user", "content": ""}]
-        return self._engine.render([*self._messages, *missing], **{**choices, "tools": self._tools or None})
+        namespace = request_options(options).get("namespace", "")
+        told = {**choices, "tools": self._tools or None, "namespace": namespace}
+        return self._engine.render([*self._messages, *missing], **told)
 
     # -- branches --
 
@@ -373,7 +370,11 @@ class Conversation:
             data = json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError):
             raise ConversationError("tools or options hold something that JSON cannot say") from None
-        _replace_file(os.fspath(path), data)
+        where = os.fspath(path)
+        try:
+            replace_file(where, [data])
+        except OSError as error:
+            raise CacheFileError(where, "write", error.strerror or type(error).__name__) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], engine: Engine) -> Conversation:
@@ -392,7 +393,7 @@ class Conversation:
         try:
             if messages:
                 check_chat(messages)
-            _check_names(options)
+            check_names(options, NAMES)
             made = cls(engine, **{**options, "tools": tools})
         except InvalidRequestError as error:
             raise CacheCorruptError(where, str(error)) from None
@@ -418,13 +419,6 @@ def _listed(ids: Mapping[str, str]) -> str:
     return f": {', '.join(ids)}" if ids else ""
 
 
-def _check_names(options: Mapping[str, object]) -> None:
-    for name in options:
-        if name not in _NAMES:
-            close = difflib.get_close_matches(name, _NAMES, n=1)
-            raise UnknownOptionError(name, close[0] if close else None)
-
-
 def _wants_reply(options: Mapping[str, Any]) -> bool:
     return all(options.get(name) != 0 for name in ("max_tokens", "max_completion_tokens"))
 
@@ -445,35 +439,13 @@ def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _replace_file(where: str, data: bytes) -> None:
-    """At every instant the old file or the new one is there, whole, readable by its owner only."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=os.path.dirname(os.path.abspath(where)), prefix=".conversation-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(name, where)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise CacheFileError(where, "write", error.strerror or type(error).__name__) from None
-
-
 def _read(where: str) -> dict[str, Any]:
-    """The checked content of a file. Nothing that could block is opened."""
+    """The checked content of a file."""
     try:
-        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            data = file.read() if is_regular else b""
+        with os.fdopen(open_regular(where), "rb") as file:
+            data = file.read()
     except OSError as error:
         raise CacheFileError(where, "read", error.strerror or type(error).__name__) from None
-    if not is_regular:
-        raise CacheFileError(where, "read", "it is not a regular file")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

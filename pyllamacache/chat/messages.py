@@ -63,7 +63,8 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "\n".join(part["text"] for part in content or ())
 
 
-def _as_dict(value: object, path: str) -> dict[str, Any]:
+def as_dict(value: object, path: str) -> dict[str, Any]:
+    """A dict, or what has `to_dict` or `model_dump`; without what is None. Raises InvalidRequestError."""
     for method in ("to_dict", "model_dump"):
         make = getattr(value, method, None)
         if callable(make) and not isinstance(value, Mapping):
@@ -76,7 +77,7 @@ def _as_dict(value: object, path: str) -> dict[str, Any]:
 
 def _message(value: object, index: int, marks: list[CacheMark]) -> Message:
     path = f"messages[{index}]"
-    given = _as_dict(value, path)
+    given = as_dict(value, path)
     role = given.get("role")
     if role not in ROLES:
         raise InvalidRequestError(f"{path}.role", f"expected one of {', '.join(ROLES)}")
@@ -110,7 +111,7 @@ def _content(content: object, index: int, marks: list[CacheMark]) -> str | list[
     parts = []
     for number, each in enumerate(content):
         where = f"{path}[{number}]"
-        part = _as_dict(each, where)
+        part = as_dict(each, where)
         if part.get("type") not in ("text", "input_text", "output_text"):
             raise InvalidRequestError(f"{where}.type", "only text parts are supported")
         parts.append({"type": "text", "text": _text(part.get("text"), f"{where}.text")})
@@ -120,8 +121,8 @@ def _content(content: object, index: int, marks: list[CacheMark]) -> str | list[
 
 
 def _tool_call(value: object, path: str) -> dict[str, Any]:
-    call = _as_dict(value, path)
-    function = _as_dict(call.get("function"), f"{path}.function")
+    call = as_dict(value, path)
+    function = as_dict(call.get("function"), f"{path}.function")
     if call.get("type", "function") != "function":
         raise InvalidRequestError(f"{path}.type", "only function calls are supported")
     name = _text(function.get("name"), f"{path}.function.name")
@@ -149,10 +150,10 @@ def _tools(tools: object, marks: list[CacheMark]) -> tuple[dict[str, Any], ...]:
     made = []
     for index, each in enumerate(tools):
         path = f"tools[{index}]"
-        tool = _as_dict(each, path)
+        tool = as_dict(each, path)
         if tool.get("type", "function") != "function":
             raise InvalidRequestError(f"{path}.type", "only functions are supported")
-        function = _as_dict(tool.get("function", tool), f"{path}.function")
+        function = as_dict(tool.get("function", tool), f"{path}.function")
         name = _text(function.get("name"), f"{path}.function.name")
         if not name:
             raise InvalidRequestError(f"{path}.function.name", "is empty")

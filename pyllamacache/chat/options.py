@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, UnknownOptionError
 from .template import TemplateOptions
 
 
@@ -61,7 +61,7 @@ class ChatOptions(TemplateChoices, total=False):
     """Accepted; means nothing here."""
 
     prompt_cache_key: str | None
-    """Requests with one key are best sent to one slot: a hint, no isolation."""
+    """Of slots that serve equally well, take the one that ran this key last: a hint, which isolates nothing."""
     cache_salt: str | None
     """Another name of `namespace`: nothing is shared between salts."""
     namespace: str | None
@@ -76,6 +76,9 @@ class ChatOptions(TemplateChoices, total=False):
     """Replies that come back are spelled as they were generated, also where a template would write the same tool call
     another way; default True."""
 
+
+TEMPLATE_NAMES = frozenset(TemplateChoices.__annotations__)
+NAMES = frozenset(ChatOptions.__annotations__)
 
 _SAME = frozenset(
     {
@@ -97,6 +100,7 @@ _SAME = frozenset(
         "priority",
         "ttl_s",
         "slot",
+        "prompt_cache_key",
         "timeout_s",
         "match_text",
     }
@@ -151,13 +155,20 @@ def wanted_function(choices: Mapping[str, Any]) -> str | None:
     return _tool_choice(choices.get("tool_choice") or "auto")[1]
 
 
-def request_options(options: Mapping[str, Any], *, known: frozenset[str]) -> dict[str, Any]:
-    """As `Engine.submit` takes them. `known` are the names of `ChatOptions`.
+def check_names(options: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises UnknownOptionError."""
+    for name in options:
+        if name not in known:
+            raise UnknownOptionError(name, known)
+
+
+def request_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """As `Engine.submit` takes them.
 
     Raises:
         InvalidRequestError: also where two names of one thing disagree.
     """
-    given = {key: value for key, value in options.items() if value is not None and key in known}
+    given = {key: value for key, value in options.items() if value is not None}
     made = {key: value for key, value in given.items() if key in _SAME}
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     if len(set(map(repr, limits))) > 1:

@@ -58,8 +58,7 @@ class Rendering:
         self._options = options
         self.data: bytes = rendered["prompt"].encode()
         self.inputs = input_ranges(rendered["parts"])
-        self.stub = str(rendered.get("generation_prompt", "")).encode()
-        stub = self.stub
+        self.stub = stub = str(rendered.get("generation_prompt", "")).encode()
         self.generation_start = len(self.data) - len(stub) if stub and self.data.endswith(stub) else len(self.data)
         self._input_ends = [end for _, end in self.inputs]
 
@@ -205,14 +204,20 @@ class Recent:
         return len(self._whole.data) - from_end if from_end <= self._n_alike else None
 
 
+def header_length(messages: Sequence[Message]) -> int:
+    """How many messages at the front are the header's."""
+    n = 0
+    while n < len(messages) and messages[n]["role"] in ("system", "developer"):
+        n += 1
+    return n
+
+
 N_RECENT = 8
 
 
 def _recent_indices(messages: Sequence[Message]) -> list[int]:
     """Header, last question, and the last messages from a reply on."""
-    n_header = 0
-    while n_header < len(messages) and messages[n_header]["role"] in ("system", "developer"):
-        n_header += 1
+    n_header = header_length(messages)
     questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
     first = max(0, len(messages) - N_RECENT)
     while first > 0 and messages[first]["role"] == "tool":

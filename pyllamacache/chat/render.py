@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..request import Outline, RenderedChat
 from .history import Turns, turn_of
-from .places import Rendering, common_bytes
+from .places import Rendering, common_bytes, header_length
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,7 +101,7 @@ class Renderer:
     def _place(
         self, found: Rendering, chat: ChatInput, options: TemplateOptions, namespace: str | None
     ) -> RenderedChat:
-        n_header = _n_header(chat.messages)
+        n_header = header_length(chat.messages)
         header_key = _key(options, chat.messages[:n_header], chat.tools)
         starts = self._starts_known(found, chat.messages, header_key)
         header_end = self._header_end(found, header_key, n_header)
@@ -159,20 +159,17 @@ class Renderer:
         return RenderedChat(text, outline, tuple(sorted({offset(each) for each in starts.values()})), tuple(inside))
 
     def _starts_known(self, found: Rendering, messages: Sequence[Message], header: str) -> dict[int, int]:
-        """What the longest earlier prompt of the same conversation knows, as far as both are alike."""
+        """What the earlier prompt that begins with most of the same messages knows, as far as both are alike."""
         with self._lock:
             known = [each for each in self._known if each.header == header]
-        best: _Known | None = None
-        for each in known:
-            n = len(each.messages)
-            if n <= len(messages) and (best is None or n > len(best.messages)) and each.messages == tuple(messages[:n]):
-                best = each
+        best = max(known, key=lambda each: _n_same(each.messages, messages), default=None)
         if best is None:
             return {}
+        n_same = _n_same(best.messages, messages)
         n_common = common_bytes(found.data, best.data[: best.generation_start])
-        starts = {index: start for index, start in best.starts.items() if start <= n_common}
-        if n_common == best.generation_start and len(best.messages) < len(messages):
-            starts[len(best.messages)] = n_common
+        starts = {index: start for index, start in best.starts.items() if index <= n_same and start <= n_common}
+        if n_common == best.generation_start and n_same == len(best.messages) < len(messages):
+            starts[n_same] = n_common
         return starts
 
     def _keep(self, found: Rendering, messages: Sequence[Message], header: str, starts: Mapping[int, int]) -> None:
@@ -200,23 +197,29 @@ class Renderer:
 
     def _cache_marks(self, found: Rendering, chat: ChatInput, starts: dict[int, int], rough: Sequence[int]) -> set[int]:
         marks = set()
-        for mark in chat.marks:
+        n_left = MAX_SEARCHED  # the last ones; the others are taken as near as their texts tell
+        for mark in reversed(chat.marks):
             if mark.is_tool or mark.part is not None:
                 offset = found.end_of(mark, 0 if mark.is_tool else starts.get(mark.index, rough[mark.index]))
             elif mark.index + 1 == len(chat.messages):
                 offset = found.generation_start
             else:
-                offset = starts.get(mark.index + 1) or found.start_of(mark.index + 1)
-                if offset is not None:
-                    starts[mark.index + 1] = offset
+                offset = starts.get(mark.index + 1)
+                if offset is None and n_left:
+                    n_left -= 1
+                    offset = found.start_of(mark.index + 1)
+                    if offset is not None:
+                        starts[mark.index + 1] = offset
+                elif offset is None:
+                    offset = rough[mark.index + 1]
             if offset is not None:
                 marks.add(offset)
         return marks
 
 
-def _n_header(messages: Sequence[Message]) -> int:
+def _n_same(a: Sequence[Message], b: Sequence[Message]) -> int:
     n = 0
-    while n < len(messages) and messages[n]["role"] in ("system", "developer"):
+    while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
     return n
 

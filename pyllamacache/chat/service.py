@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ChatTemplateError, InvalidRequestError, UnknownOptionError
+from ..errors import ChatTemplateError, InvalidRequestError
 from .messages import check_chat
-from .options import ChatOptions, TemplateChoices, includes_usage, request_options, template_options, wanted_function
+from .options import (
+    NAMES,
+    TEMPLATE_NAMES,
+    check_names,
+    includes_usage,
+    request_options,
+    template_options,
+    wanted_function,
+)
 from .reply import ReplyReader, logprobs_of
 from .shapes import ChatChunk, ChatCompletion, ChatUsage, Choice, ChunkChoice, CompletionTokensDetails, Delta
 
@@ -21,9 +28,6 @@ if TYPE_CHECKING:
     from .render import Renderer
     from .reply import TokenTexts
     from .template import ReplyParser, TemplateOptions
-
-_NAMES = frozenset(ChatOptions.__annotations__) | frozenset(TemplateChoices.__annotations__)
-_TEMPLATE_NAMES = frozenset(TemplateChoices.__annotations__)
 
 
 class Sent(Protocol):
@@ -69,7 +73,7 @@ class ChatService:
 
     def render(self, messages: object, choices: Mapping[str, Any], *, namespace: str = "") -> RenderedChat:
         """Raises InvalidRequestError, UnknownOptionError, ChatTemplateError."""
-        _check_names(choices, _TEMPLATE_NAMES)
+        check_names(choices, TEMPLATE_NAMES)
         chat = check_chat(messages, choices.get("tools"))
         options = template_options(choices, self.clock())
         return self._open(chat, options, choices, namespace, restores=self._matches_texts)[0]
@@ -95,10 +99,10 @@ class ChatService:
     # -- before --
 
     def _prepare(self, messages: object, options: Mapping[str, Any]) -> _Prepared:
-        _check_names(options, _NAMES)
+        check_names(options, NAMES)
         chat = check_chat(messages, options.get("tools"))
         told = template_options(options, self.clock())
-        request = request_options(options, known=_NAMES)
+        request = request_options(options)
         namespace = request.get("namespace", "")
         restores = self._matches_texts and request.get("match_text", True) and request.get("cache_prompt", True)
         prompt, parser = self._open(chat, told, options, namespace, restores=bool(restores))
@@ -235,10 +239,3 @@ def _renamed(answer: ChatCompletion, new_id: str, created: int) -> ChatCompletio
 
 def _new_id() -> str:
     return f"chatcmpl-{secrets.token_hex(12)}"
-
-
-def _check_names(options: Mapping[str, object], known: frozenset[str]) -> None:
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise UnknownOptionError(name, close[0] if close else None)

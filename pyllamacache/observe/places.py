@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ..chat.messages import as_dict
 from ..errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -151,18 +152,7 @@ def serialise(messages: object, tools: object = None) -> Serialised:
 def _objects(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidRequestError(name, f"expected a list of objects, got {type(value).__name__}")
-    return tuple(_object(each, f"{name}[{index}]") for index, each in enumerate(value))
-
-
-def _object(value: object, path: str) -> Mapping[str, Any]:
-    for method in ("to_dict", "model_dump"):
-        make = getattr(value, method, None)
-        if callable(make) and not isinstance(value, Mapping):
-            value = make()
-            break
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(path, f"expected an object, got {type(value).__name__}")
-    return value
+    return tuple(as_dict(each, f"{name}[{index}]") for index, each in enumerate(value))
 
 
 # ---- a rendered chat -------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ class SlotView:
     """Grows with use."""
     is_parked: bool = False
     """Not a slot: it holds cells and no state, and can only be a donor."""
+    is_preferred: bool = False
+    """Of slots that serve equally well, the caller wants this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,13 @@ class _Candidate:
     def held(self) -> int:
         return min(self.resume, (self.donor or self.slot).held)
 
-    def cost(self, must_spare: bool) -> tuple[int, int, int, int, int, int]:
+    def cost(self, must_spare: bool) -> tuple[int, int, int, int, bool, int, int]:
         view = self.slot.view
         destroyed = self.lost if must_spare else 0
         extends = self.donor is None and 0 < self.kept == len(view.ids)
         rank = 0 if extends else 1 if len(view.ids) == 0 else 2
-        return (destroyed, self.lost - self.resume, self.resume - self.held, rank, view.last_used, view.slot_id)
+        new = self.resume - self.held
+        return (destroyed, self.lost - self.resume, new, rank, not view.is_preferred, view.last_used, view.slot_id)
 
     def source(self, rules: Rules) -> Source:
         if self.resume == 0:

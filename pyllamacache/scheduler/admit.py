@@ -108,7 +108,7 @@ def choose(state: SchedulerState, request: Request, *, as_if_idle: bool = False)
     """
     ids, namespace = request.prompt.ids, request.namespace
     stored = state.stored(namespace, ids)
-    views = state.views(stored.matches[0])
+    views = state.views(stored.matches[0], request.cache_key)
     if as_if_idle:
         views.append(SlotView(SlotId(-1), False, ids[:0], namespace, 0, 0, 0))
         request = replace(request, slot=None)
@@ -214,6 +214,7 @@ def _start(state: SchedulerState, submission: Submission, chosen: Plan, stored: 
     )
     state.recents.begin(request, job.admitted_s)
     slot.job = job
+    slot.cache_key = request.cache_key
     state.checkpoints.now = state.n_admitted
     state.touch(slot)
     state.running.append(job)

@@ -77,6 +77,7 @@ class SlotState:
     priority: int = 0
     """Of the request that ran in it last."""
     expires_s: float | None = None
+    cache_key: str | None = None
     marks: frozenset[int] = frozenset()
     """Positions at which the conversation of the last request is expected to be left."""
     job: Job | None = None

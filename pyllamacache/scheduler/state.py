@@ -192,8 +192,8 @@ class SchedulerState:
         tier = "host" if is_here else "disk"
         return self.checkpoints.rates.is_worth_loading(tier, mark.n_bytes, n_tokens)
 
-    def views(self, match: Match) -> list[SlotView]:
-        """Every slot, and of what is parked the one that holds most of a prompt."""
+    def views(self, match: Match, cache_key: str | None = None) -> list[SlotView]:
+        """Every slot, and of what is parked the one that holds most of a prompt. Slots of `cache_key` are preferred."""
         views = [
             SlotView(
                 slot.slot_id,
@@ -203,6 +203,7 @@ class SchedulerState:
                 len(slot) if slot.is_busy else self.rewind_floor(slot),
                 slot.exact_tokens if self.traits.exact else len(slot),
                 slot.last_used,
+                is_preferred=cache_key is not None and slot.cache_key == cache_key,
             )
             for slot in self.slots
         ]

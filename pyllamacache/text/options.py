@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -13,6 +12,7 @@ from ..errors import InvalidRequestError, RequestTooLongError, UnknownOptionErro
 from ..request import Prompt, RenderedChat, Request, RequestId, SamplingParams
 from .validate import (
     check_boundaries,
+    check_cache_key,
     check_flag,
     check_ids,
     check_max_tokens,
@@ -62,6 +62,8 @@ class RequestOptions(TypedDict, total=False):
     """Seconds after which what the request leaves is given up, unless a later one uses it; default: never."""
     slot: int | None
     """Run in this slot, waiting for it if it is busy; default: the one that serves best."""
+    prompt_cache_key: str | None
+    """Of slots that serve equally well, take the one that ran this key last: a hint, which isolates nothing."""
     namespace: str
     """Nothing is shared between namespaces; default ""."""
 
@@ -113,6 +115,7 @@ _WARM = frozenset(
         "priority",
         "ttl_s",
         "slot",
+        "prompt_cache_key",
         "namespace",
         "boundaries",
         "add_special",
@@ -181,6 +184,7 @@ def build_request(
         stop=stop,
         cache_prompt=check_flag(given.get("cache_prompt", True), field="cache_prompt"),
         slot=check_slot(given.get("slot"), n_slots),
+        cache_key=check_cache_key(given.get("prompt_cache_key")),
         namespace=check_namespace(given.get("namespace", "")),
         store=check_flag(given.get("store", True), field="store"),
         boundaries=_boundaries(tokenized, given, tokenize, () if chat is None else chat.boundaries),
@@ -261,8 +265,7 @@ def _check_names(options: Mapping[str, object], generate: bool) -> None:
     known = RequestOptions.__annotations__.keys() if generate else _WARM
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise UnknownOptionError(name, close[0] if close else None)
+            raise UnknownOptionError(name, known)
 
 
 def _tokenized(

@@ -132,6 +132,15 @@ def check_namespace(value: object) -> str:
     return _encodable(value, "namespace")
 
 
+def check_cache_key(value: object) -> str | None:
+    """None, or any text."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise InvalidRequestError("prompt_cache_key", f"expected a string or None, got {_kind(value)}")
+    return _encodable(value, "prompt_cache_key")
+
+
 def check_priority(value: object) -> int:
     """How long what a request leaves is kept beside that of others."""
     return _integer(value, "priority", -100, 100)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyllamacache import CacheConfig, Engine
+from pyllamacache import CacheConfig, ChatCompletion, Engine
 from pyllamacache.errors import (
     ChatTemplateError,
     InvalidRequestError,
@@ -33,10 +33,10 @@ def engine(new_engine: NewEngine) -> Engine:
 
 
 def test_openai_parses_what_chat_returns(engine: Engine) -> None:
-    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types import chat as openai
 
     answer = engine.chat(HELLO, max_tokens=5, logprobs=True, top_logprobs=2)
-    parsed = ChatCompletion.model_validate(answer.to_dict())
+    parsed = openai.ChatCompletion.model_validate(answer.to_dict())
     assert parsed.choices[0].message.content == answer.choices[0].message.content
     assert parsed.choices[0].finish_reason == "length"
     assert parsed.choices[0].logprobs is not None
@@ -48,7 +48,7 @@ def test_openai_parses_what_chat_returns(engine: Engine) -> None:
 
     chunks = list(engine.chat(HELLO, max_tokens=5, stream=True, stream_options={"include_usage": True}))
     for chunk in chunks:
-        ChatCompletionChunk.model_validate(chunk.to_dict())
+        openai.ChatCompletionChunk.model_validate(chunk.to_dict())
     assert [bool(chunk.usage) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert chunks[-1].completion is not None
@@ -230,10 +230,24 @@ def test_a_rendered_chat_is_a_prompt_for_everything(new_engine: NewEngine) -> No
 # ---- options ----
 
 
-def test_salts_share_nothing_and_keys_are_hints(engine: Engine) -> None:
-    first = engine.chat(HELLO, max_tokens=1, cache_salt="a", prompt_cache_key="k")
-    assert engine.chat(HELLO, max_tokens=1, cache_salt="b", prompt_cache_key="k").usage.raw.cached_tokens == 0
-    again = engine.chat(HELLO, max_tokens=1, cache_salt="a", prompt_cache_key="other")
+def test_a_key_finds_its_slot_where_nothing_else_decides(engine: Engine) -> None:
+    def slot_of(content: str, **options: Any) -> int | None:
+        answer: ChatCompletion = engine.chat([{"role": "user", "content": content}], max_tokens=1, **options)
+        return answer.completion.slot_id
+
+    slots = [slot_of("aaaa", prompt_cache_key="one"), slot_of("bbbb", prompt_cache_key="two")]
+    assert sorted(slots, key=str) == [0, 1]
+    assert slot_of("cccc", prompt_cache_key="two") == slots[1]  # the other one was used longer ago
+    assert slot_of("dddd", prompt_cache_key="two") == slots[1]
+    assert slot_of("eeee") == slots[0]
+    with pytest.raises(InvalidRequestError):
+        slot_of("ffff", prompt_cache_key=3)
+
+
+def test_salts_share_nothing(engine: Engine) -> None:
+    first = engine.chat(HELLO, max_tokens=1, cache_salt="a")
+    assert engine.chat(HELLO, max_tokens=1, cache_salt="b").usage.raw.cached_tokens == 0
+    again = engine.chat(HELLO, max_tokens=1, cache_salt="a")
     assert again.usage.raw.cached_tokens == first.usage.prompt_tokens - 1
 
 
