@@ -141,11 +141,12 @@ def on_engine_thread(engine: Any, function: Callable[[], Any]) -> Any:
     return engine._scheduler.inbox.call(function)
 
 
-def find_tool(folder: Path | None, name: str) -> Path | None:
+def find_tool(folder: Path | None, name: str, *, is_quiet: bool = False) -> Path | None:
     """A llama.cpp program built by `-DPYLLAMACACHE_TOOLS=ON`, in `folder` or in the build folder."""
     root = Path(__file__).parent.parent / "build"
     for place in [folder] if folder is not None else sorted(root.glob("*/bin")) + sorted(root.glob("*/llama/bin")):
         if place is not None and (place / name).is_file():
             return place / name
-    print(f"{name} was not found; build with -DPYLLAMACACHE_TOOLS=ON or name its folder with --tools", file=sys.stderr)
+    if not is_quiet:
+        print(f"{name} was not found; build with -DPYLLAMACACHE_TOOLS=ON or name its folder: --tools", file=sys.stderr)
     return None

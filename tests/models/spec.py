@@ -39,11 +39,15 @@ class TinySpec:
     add_bos: bool = False
     control_scale: float = 0.1
     """Scale of the output rows of control tokens: at 0.1 greedy decoding never ends by itself, at 1.0 it may."""
+    is_readable: bool = False
+    """Greedy decoding gives printable ASCII and nothing else, so that replies survive any client's JSON."""
 
     @property
     def digest(self) -> str:
         """Hex; equal iff kind, parameters and writer version are."""
         fields = {"kind": self.kind, "writer": WRITER_VERSION, **dataclasses.asdict(self)}
+        if not self.is_readable:
+            del fields["is_readable"]  # files from before there was this field keep their names
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .spec import EncoderSpec, FullSpec, HybridSpec, RecurrentSpec, SlidingSpec, TinySpec
-from .vocabulary import TOKENS
+from .vocabulary import TOKENS, USER_DEFINED_TYPE
 
 Array = npt.NDArray[np.float32]
 Draw = Callable[[np.random.RandomState, tuple[int, ...]], npt.NDArray[np.float64]]
@@ -124,6 +124,9 @@ def _output_rows(spec: TinySpec, embedding: Tensor) -> Draw:
     scale = np.ones((len(TOKENS), 1))
     scale[list(TOKENS.unreadable_ids)] = UNREADABLE_SCALE
     scale[list(TOKENS.control_ids)] = spec.control_scale
+    if spec.is_readable:
+        tags = [i for i, kind in enumerate(TOKENS.types) if kind == USER_DEFINED_TYPE]
+        scale[[*TOKENS.unreadable_ids, *TOKENS.control_ids, *tags]] = 0.0  # below the largest of 160 others
 
     def draw(random: np.random.RandomState, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
         own = embedding.values(spec.seed).astype(np.float64) / _embedding_std(spec)
