@@ -4,9 +4,6 @@
 #include <cstddef>
 #include <exception>
 #include <type_traits>
-#include <utility>
-
-#include <pthread.h>
 
 void log_error(const char * where, const char * what); // into the log ring
 
@@ -21,9 +18,12 @@ template <typename R, typename F> R guarded(const char * where, R on_failure, F 
     return on_failure;
 }
 
+// Runs on a stack of stack_bytes, and waits for it. false: there was none, and nothing was run. `run` must not throw.
+bool run_on_stack(size_t stack_bytes, void (*run)(void *), void * arg) noexcept;
+
 // Some of llama.cpp recurses over a caller's text: std::regex, behind pre-tokenizers without a splitter of their own,
 // once per character of a run of equal class (26,000 spaces overflow 8 MiB and end the process), the grammar parser
-// once per bracket or rule. So a long text gets a thread with a stack to match. A stack costs what is touched of it.
+// once per bracket or rule. So a long text gets a stack to match. It costs what is touched of it.
 template <typename F> void with_stack_for(const char * where, size_t text_len, F && body) noexcept {
     constexpr size_t k_short_text = 2048;
     constexpr size_t k_base_bytes = 8u << 20;
@@ -34,21 +34,9 @@ template <typename F> void with_stack_for(const char * where, size_t text_len, F
         body();
         return;
     }
-    const auto run = [](void * self) noexcept -> void * {
-        (*static_cast<std::remove_reference_t<F> *>(self))();
-        return nullptr;
-    };
-    const size_t   stack_size = (k_base_bytes + k_per_byte * text_len + k_page - 1) / k_page * k_page;
-    pthread_attr_t attributes;
-    pthread_t      thread;
-    if (pthread_attr_init(&attributes) != 0) {
-        return;
-    }
-    if (pthread_attr_setstacksize(&attributes, stack_size) != 0 ||
-        pthread_create(&thread, &attributes, run, &body) != 0) {
+    const auto run = [](void * self) noexcept { (*static_cast<std::remove_reference_t<F> *>(self))(); };
+    const size_t stack_bytes = (k_base_bytes + k_per_byte * text_len + k_page - 1) / k_page * k_page;
+    if (!run_on_stack(stack_bytes, run, &body)) {
         log_error(where, "no stack for a text of this length");
-    } else {
-        pthread_join(thread, nullptr);
     }
-    pthread_attr_destroy(&attributes);
 }
