@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,8 @@ def take_token(state: SchedulerState, job: Job, token: int, logprob: TokenLogpro
         job.pieces.append(text)
     if job.outbox.keeps_chunks:
         job.outbox.push(Chunk(text, (token,), () if logprob is None else (logprob,), reason))
+        if len(job.generated) == 1:
+            time.sleep(0)  # lets go of the GIL: the reader gets the first token now, not some steps later
     if reason is not None:
         finish(state, job, reason)
 
