@@ -36,12 +36,12 @@ def input_ranges(parts: Sequence[Sequence[Any]]) -> Ranges:
 
 def common_bytes(a: bytes, b: bytes) -> int:
     """Length of the common beginning, cut to whole characters."""
-    n_bytes, start = min(len(a), len(b)), 0
-    while start < n_bytes and a[start : start + _BLOCK] == b[start : start + _BLOCK]:
-        start += _BLOCK
-    start = min(start, n_bytes)
-    while start < n_bytes and a[start] == b[start]:
-        start += 1
+    n_bytes, start, step = min(len(a), len(b)), 0, _BLOCK
+    while step and start < n_bytes:
+        if start + step <= n_bytes and a[start : start + step] == b[start : start + step]:
+            start += step
+        else:
+            step //= 2
     while start and start < len(a) and a[start] & 0xC0 == 0x80:
         start -= 1
     return start
@@ -61,9 +61,15 @@ class Rendering:
         self.stub = stub = str(rendered.get("generation_prompt", "")).encode()
         self.generation_start = len(self.data) - len(stub) if stub and self.data.endswith(stub) else len(self.data)
         self._input_ends = [end for _, end in self.inputs]
+        self._recent: Recent | None = None
 
     def of_recent(self) -> Recent:
         """The same of the header and the last messages, which end alike and take a fraction of the time to render."""
+        if self._recent is None:
+            self._recent = self._made_recent()
+        return self._recent
+
+    def _made_recent(self) -> Recent:
         kept = _recent_indices(self._chat.messages)
         if len(kept) == len(self._chat.messages):
             return Recent(self, self, tuple(kept))
@@ -184,7 +190,7 @@ class Recent:
         self._whole = whole
         self._short = short
         self._position_of = {index: position for position, index in enumerate(kept)}
-        self._n_alike = _common_end(whole.data, short.data)
+        self._n_alike = len(whole.data) if whole is short else _common_end(whole.data, short.data)
 
     def start_of(self, index: int) -> int | None:
         """As `Rendering.start_of`; None also for what is not among the last messages."""
@@ -228,8 +234,12 @@ def _recent_indices(messages: Sequence[Message]) -> list[int]:
 
 def _common_end(a: bytes, b: bytes) -> int:
     n_bytes, n = min(len(a), len(b)), 0
-    while n < n_bytes and a[len(a) - n - 1] == b[len(b) - n - 1]:
-        n += 1
+    step = _BLOCK
+    while step and n < n_bytes:
+        if n + step <= n_bytes and a[len(a) - n - step : len(a) - n] == b[len(b) - n - step : len(b) - n]:
+            n += step
+        else:
+            step //= 2
     return n
 
 

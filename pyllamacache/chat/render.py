@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..request import Outline, RenderedChat
 from .history import Turns, turn_of
-from .places import Rendering, common_bytes, header_length
+from .learned import Shapes, shape_of
+from .places import N_RECENT, Rendering, common_bytes, header_length
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ class Renderer:
         self._templates = templates
         self._known: deque[_Known] = deque(maxlen=MAX_KNOWN)
         self._headers: OrderedDict[str, bytes] = OrderedDict()
+        self._shapes = Shapes()
         self._turns = Turns()
         self._lock = threading.Lock()
 
@@ -95,6 +97,7 @@ class Renderer:
             self._known.clear()
             if namespace is None:
                 self._headers.clear()
+                self._shapes.clear()
 
     # -- places --
 
@@ -108,16 +111,24 @@ class Renderer:
         if n_header:
             starts.setdefault(n_header, header_end)
         marks = {header_end, found.generation_start}
-        recent = found.of_recent()
-        survives = recent.survives()
-        searched = _worth_searching(chat.messages)
         rough = found.rough_starts()
+        recent = found.of_recent
+        shape = (header_key, *map(shape_of, chat.messages[-N_RECENT:]))
+        survives: tuple[int, ...] = ()
+        if not self._shapes.survive(shape):
+            survives = recent().survives()
+            self._shapes.learn_survival(shape, survives)
+        searched = _worth_searching(chat.messages)
         marks.update(survives)
         for each in survives:
             searched.insert(0, max((i for i, start in enumerate(rough) if start <= each), default=0))
         searched = list(dict.fromkeys(searched))
         for index in [each for each in searched if each not in starts][:MAX_SEARCHED]:
-            start = recent.start_of(index)
+            pair = (header_key, *map(shape_of, chat.messages[max(0, index - 1) : index + 1]))
+            start = self._shapes.start(pair, found.data, rough[index])
+            if start is None:
+                start = recent().start_of(index)
+                self._shapes.learn_start(pair, found.data, rough[index], start)
             if start is not None:
                 starts[index] = start
         marks.update(starts[index] for index in searched[:3] if index in starts)
