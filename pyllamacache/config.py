@@ -219,19 +219,23 @@ MAX_KV_TOKENS = 1 << 26
 """Beyond any model's context; llama.cpp would touch tens of gigabytes of bookkeeping before it failed."""
 
 MAX_SCORE_BYTES = 1 << 30
-"""Attention scores that "auto" lets the CPU hold at once rather than use flash attention."""
+"""Attention scores that "auto" lets exact mode hold at once rather than use flash attention."""
 
 
 def resolve_flash_attention(
-    choice: str, *, on_cpu: bool, type_v: str, n_head: int, n_ubatch: int, kv_tokens: int
+    choice: str, *, on_cpu: bool, exact: bool, type_v: str, n_head: int, n_ubatch: int, kv_tokens: int
 ) -> str:
-    """What "auto" means: llama.cpp's choice on a device, on the CPU mostly "off".
+    """What "auto" means: llama.cpp's choice, and "off" in exact mode on the CPU.
 
-    On b11549 the CPU's flash attention is slow for less than 64 rows: at 4,000 tokens of SmolLM2-135M a reply token
-    takes 3.4 times as long with it, 40 appended tokens 7 times, and only whole prompts gain (20 %). Without it, the
+    With flash attention the CPU passes over cells that a token does not see; without, every token pays for all cells in
+    use, whoever holds them. Six prompts of 700 tokens of SmolLM2-135M one after the other, each parked: 1.6 s for each
+    with it, 1.8 to 4.0 s without (b11549, two cores with AVX-512). Fewer than 64 rows at great depth lose: 40 tokens on
+    4,000 take 370 ms with it and 180 to 300 without.
+
+    It splits the cells over threads, so sums depend on how many are in use, which exact mode rules out. Without it the
     scores of an ubatch are held in memory, so very long contexts keep it; a quantised V cannot do without.
     """
-    if choice != "auto" or not on_cpu or type_v not in ("f32", "f16", "bf16"):
+    if choice != "auto" or not (on_cpu and exact) or type_v not in ("f32", "f16", "bf16"):
         return choice
     return "off" if n_head * n_ubatch * kv_tokens * 4 <= MAX_SCORE_BYTES else "auto"
 

@@ -87,8 +87,9 @@ class Engine:
         n_ubatch: tokens computed at once; while anything is being generated, a step prefills at most this many.
         n_threads: CPU threads; None: one for each physical core this process may use.
         type_k, type_v: types of the KV cache: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.
-        flash_attention: "auto", "on" or "off". "auto" is llama.cpp's choice on a device; on the CPU it is off, which is
-            several times as fast for replies and short appends, unless V is quantised or the context is very long.
+        flash_attention: "auto", "on" or "off". "auto" is llama.cpp's choice, and off in exact mode on the CPU unless V
+            is quantised or the context is very long. Off, every token pays for all KV cells in use, parked ones too;
+            but on the CPU appends of less than 64 tokens to a long history are faster.
         adapters: LoRA files, as paths or (path, scale) pairs; part of what state is keyed by.
         exact: answer with reuse bit for bit as without; see the README for what that costs.
         offload_kqv: keep the KV cache on the device.
@@ -155,6 +156,7 @@ class Engine:
             flash_attention=resolve_flash_attention(
                 flash_attention,
                 on_cpu=on_cpu,
+                exact=exact,
                 type_v=type_v,
                 n_head=model._native.n_head,
                 n_ubatch=self._settings.n_ubatch,

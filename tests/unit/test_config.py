@@ -84,15 +84,20 @@ def test_defaults_follow_the_model_and_batches_are_whole_chunks() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, "off"),
-        ({"choice": "on"}, "on"),
-        ({"on_cpu": False}, "auto"),
-        ({"type_v": "q8_0"}, "auto"),
-        ({"kv_tokens": 10**6}, "auto"),
+        ({}, "auto"),
+        ({"exact": True}, "off"),
+        ({"exact": True, "choice": "on"}, "on"),
+        ({"exact": True, "on_cpu": False}, "auto"),
+        ({"exact": True, "type_v": "q8_0"}, "auto"),
+        ({"exact": True, "kv_tokens": 10**6}, "auto"),
+        ({"choice": "off"}, "off"),
     ],
 )
-def test_auto_flash_attention_is_off_on_the_cpu_where_it_can_be(changed: dict[str, Any], expected: str) -> None:
-    facts: dict[str, Any] = {"on_cpu": True, "type_v": "f16", "n_head": 9, "n_ubatch": 512, "kv_tokens": 8192}
+def test_auto_flash_attention_is_off_in_exact_mode_on_the_cpu_where_it_can_be(
+    changed: dict[str, Any], expected: str
+) -> None:
+    facts: dict[str, Any] = {"on_cpu": True, "exact": False, "type_v": "f16", "n_head": 9, "n_ubatch": 512}
+    facts["kv_tokens"] = 8192
     facts.update(changed)
     choice = facts.pop("choice", "auto")
     assert resolve_flash_attention(choice, **facts) == expected
