@@ -153,13 +153,17 @@ class _Candidate:
     def held(self) -> int:
         return min(self.resume, (self.donor or self.slot).held)
 
+    @property
+    def rank(self) -> int:
+        """0: the slot is merely extended. 1: it is empty. 2: something of it is given up."""
+        n_held = len(self.slot.view.ids)
+        return 0 if self.donor is None and 0 < self.kept == n_held else 1 if n_held == 0 else 2
+
     def cost(self, must_spare: bool) -> tuple[int, int, int, int, bool, int, int]:
         view = self.slot.view
         destroyed = self.lost if must_spare else 0
-        extends = self.donor is None and 0 < self.kept == len(view.ids)
-        rank = 0 if extends else 1 if len(view.ids) == 0 else 2
         new = self.resume - self.held
-        return (destroyed, self.lost - self.resume, new, rank, not view.is_preferred, view.last_used, view.slot_id)
+        return (destroyed, self.lost - self.resume, new, self.rank, not view.is_preferred, view.last_used, view.slot_id)
 
     def source(self, rules: Rules) -> Source:
         if self.resume == 0:
@@ -276,7 +280,7 @@ def _choose(idle: Sequence[_Holding], holdings: Sequence[_Holding], rules: Rules
     elif rules.can_share:
         furthest = max(each.resume for each in candidates)
         # an empty or merely extended slot cannot be beaten; any other may tie with one whose content is elsewhere
-        if not any(each.lost == 0 and each.resume == furthest and each.cost(False)[2] < 2 for each in candidates):
+        if not any(each.lost == 0 and each.resume == furthest and each.rank < 2 for each in candidates):
             elsewhere = _held_elsewhere([each for each in holdings if not each.view.is_parked])
             candidates = [_spare(each, elsewhere) for each in candidates]
     return min(candidates, key=lambda each: each.cost(must_spare))

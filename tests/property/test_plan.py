@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from pyllamacache.prefix.plan import Plan, Rules, SlotView, Wait, plan
@@ -231,6 +231,22 @@ def best_cost(case: Case, option: Option) -> tuple[int, ...]:
 
 
 @given(cases())
+@example(
+    Case(
+        ids=np.array([1, 2, 1], dtype=np.int32),
+        slots=(
+            SlotView(SlotId(0), False, np.array([1], dtype=np.int32), "a", 0, 0, 1),
+            SlotView(SlotId(1), False, np.array([1, 1], dtype=np.int32), "a", 0, 0, 0),
+            SlotView(SlotId(2), False, np.array([1, 1], dtype=np.int32), "a", 0, 0, 0),
+            SlotView(SlotId(3), False, np.array([1, 2, 1, 1], dtype=np.int32), "a", 0, 2, 0),
+        ),
+        rules=Rules(can_share=True, has_state=False, has_cells=True, grid=2),
+        slot_id=None,
+        cache_prompt=True,
+        store=True,
+        checkpoints=(),
+    )
+)
 def test_the_twin_chooses_the_same(case: Case) -> None:
     chosen = case.plan()
     tried = list(options(case))
