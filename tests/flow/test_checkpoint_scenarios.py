@@ -201,7 +201,8 @@ def test_s13_a_prefix_put_into_another_process_is_whole(
     script = (
         "import sys, numpy as np, pyllamacache as plc\n"
         "model, path = sys.argv[1:]\n"
-        "engine = plc.Engine(plc.Model(model, progress=False), n_ctx=512, n_slots=2, n_threads=1, progress=False)\n"
+        "engine = plc.Engine(plc.Model(model, progress=False), n_ctx=512, n_slots=2, n_threads=1,"
+        " flash_attention='off', progress=False)\n"
         "engine.slots[1].restore(path + '/slot')\n"
         "ids = np.load(path + '/ids.npy')\n"
         "r = engine.complete(ids, max_tokens=16, return_logits=True)\n"

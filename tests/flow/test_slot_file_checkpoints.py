@@ -70,7 +70,8 @@ def test_s22_checkpoints_are_used_in_another_process(
     script = (
         "import sys, numpy as np, pyllamacache as plc\n"
         "model, folder = sys.argv[1:]\n"
-        "engine = plc.Engine(plc.Model(model, progress=False), n_ctx=1280, n_slots=2, n_threads=1, progress=False)\n"
+        "engine = plc.Engine(plc.Model(model, progress=False), n_ctx=1280, n_slots=2, n_threads=1,"
+        " flash_attention='off', progress=False)\n"
         "engine.slots[1].restore(folder + '/slot')\n"
         "print(*engine.slots[1].checkpoints)\n"
         "for name, ids in np.load(folder + '/prompts.npz').items():\n"

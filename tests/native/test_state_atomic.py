@@ -245,13 +245,16 @@ def test_a_file_is_loaded_whole_or_not_at_all(kind: str, exact: bool, new_contex
     assert data[head:] == state[8:]
     pair = Pair(lambda: new_context(kind, exact=exact), neighbour=not exact)
     positions = [field for field in fields(state, kind, 0) if field.name == "position"]
-    bad = [data[:-1], data + b"\0", data[: head + 4], data[:head], data[:5], b""]
+    bad = [data[:-1], data[: head + 4], data[:head], data[:5], b""]
     bad += [data[:head] + replaced(state, positions[-1], -5)[8:]]
     for content in bad:
         damaged_path.write_bytes(content)
         assert Damage(pair.victim).load_file(0, damaged_path) == 0
         pair.check_untouched("file")
     assert Damage(pair.victim).load_file(0, path) == len(data)
+    assert pair.victim.length(0) == N_DONOR
+    damaged_path.write_bytes(data + b"SCKP and the checkpoints of llama-server")
+    assert Damage(pair.victim).load_file(0, damaged_path) == len(data)  # which reads on from there
     assert pair.victim.length(0) == N_DONOR
 
 
