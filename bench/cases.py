@@ -23,26 +23,28 @@ BUSY_TOKENS = 192
 N_AGENTS = 8
 N_ROUNDS = 3
 
-WORDS = (
-    "able about above account across action after again agent agree along among answer apply argue around arrive ask "
-    "author basket before begin behind believe below between book bottle bridge bring build buyer call careful carry "
-    "change check city clear close cloud coast cold collect common compare copper corner count cover cross current "
-    "daily decide deep deliver depend detail differ direct double draw drive early earth east edge effect eight engine "
-    "enough enter equal even event every example exchange expect extra factor fair farm field figure final find first "
-    "floor follow force forest forward four fresh front garden gather general give glass grain green ground group grow "
-    "half harbour heavy height help hold home hour house idea include inside island join judge keep kind know label "
-    "large later learn leave letter level light limit line list little local look lower machine main make market match "
-    "matter measure meet middle mind minute modern month morning mountain move narrow near need never night north note "
-    "number offer office often open orange order other outside paper part path pattern people period piece place plain "
-    "plan plate point port position power press price print problem produce proper public quarter quick quiet quite "
-    "rain reach read reason record region remain repair repeat reply report rest result return river road round rule "
-    "sail sample season second section sell send separate serve seven shape share sheet shift ship shore short side "
-    "sign silver simple single six size slow small smooth solid some sound south space speak special square stand start "
-    "state station stay steel still stone store street strong study such sugar summer supply surface system table take "
-    "talk task tell ten term thing third three tide time today together tool total touch town trade train travel tree "
-    "turn under until upper usual valley value very view village visit voice wait walk wall warm watch water weather "
-    "week weight west wheel where while white whole wide window winter wood word work world write year yellow young"
-).split()
+_PROSE = """
+able about above account across action after again agent agree along among answer apply argue around arrive ask
+author basket before begin behind believe below between book bottle bridge bring build buyer call careful carry
+change check city clear close cloud coast cold collect common compare copper corner count cover cross current
+daily decide deep deliver depend detail differ direct double draw drive early earth east edge effect eight
+engine enough enter equal even event every example exchange expect extra factor fair farm field figure final
+find first floor follow force forest forward four fresh front garden gather general give glass grain green
+ground group grow half harbour heavy height help hold home hour house idea include inside island join judge keep
+kind know label large later learn leave letter level light limit line list little local look lower machine main
+make market match matter measure meet middle mind minute modern month morning mountain move narrow near need
+never night north note number offer office often open orange order other outside paper part path pattern people
+period piece place plain plan plate point port position power press price print problem produce proper public
+quarter quick quiet quite rain reach read reason record region remain repair repeat reply report rest result
+return river road round rule sail sample season second section sell send separate serve seven shape share sheet
+shift ship shore short side sign silver simple single six size slow small smooth solid some sound south space
+speak special square stand start state station stay steel still stone store street strong study such sugar
+summer supply surface system table take talk task tell ten term thing third three tide time today together tool
+total touch town trade train travel tree turn under until upper usual valley value very view village visit voice
+wait walk wall warm watch water weather week weight west wheel where while white whole wide window winter wood
+word work world write year yellow young
+"""
+WORDS = tuple(_PROSE.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,5 +252,5 @@ def recordings(*, is_small: bool) -> list[Recording]:
     if not TRACES.is_dir():
         return [synthetic(3, 6)]
     if is_small:
-        return [tau_bench(3, 5), miniswe([2], 6), miniswe([0, 2, 7], 5), toolbench([0, 1, 2], 12)]
+        return [tau_bench(3, 4), miniswe([2], 5), miniswe([0, 2, 7], 4), toolbench([0, 1], 12)]
     return [tau_bench(6, 12), miniswe([2], 6), miniswe([0, 2, 5, 6, 7], 12), toolbench([0, 1, 2, 3], 40)]

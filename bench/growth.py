@@ -10,6 +10,7 @@ attention runs over the history. A line is fitted through the difference, and an
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from bench.peer import build
 from bench.peer.process import wait_until_quiet
 from bench.peer.worker import Worker
 from bench.workloads import Ids, random_ids
-from pyllamacache import CacheConfig, Engine, Model
+from pyllamacache import Engine, Model
 from pyllamacache.config import usable_cores
 from pyllamacache.prefix.index import PrefixIndex
 from pyllamacache.request import SlotId
@@ -65,8 +66,7 @@ def kv_cell_bytes(model: Model) -> int:
 
 
 def held_bytes(engine: Engine) -> int:
-    memory = engine.statistics()
-    return int(memory.tiers.host_bytes) + int(memory.checkpoints.n_bytes)
+    return int(engine.statistics().tiers.host_bytes)
 
 
 def histories(model: Model, repeats: int, n_threads: int) -> list[Point]:
@@ -85,7 +85,7 @@ def histories(model: Model, repeats: int, n_threads: int) -> list[Point]:
                 reply = engine.complete(prompt, max_tokens=1)
                 prefilled = reply.cache.prefilled_tokens
                 ttft.append(reply.timings.ttft_s)
-            kv = engine.statistics().kv_used_tokens * kv_cell_bytes(model)
+            kv = engine.statistics().kv_tokens_used * kv_cell_bytes(model)
             points.append(Point(n_tokens, summarize(ttft[1:]), _unknown(), prefilled, kv, held_bytes(engine)))
     floors = bare(model, [(n_tokens, APPEND) for n_tokens in HISTORIES], repeats, longest + 512, n_threads)
     return [_with_floor(point, floor) for point, floor in zip(points, floors, strict=True)]
@@ -111,15 +111,13 @@ def parked(model: Model, repeats: int, n_threads: int) -> list[Point]:
                 reply = engine.complete(prompt, max_tokens=1, store=False)
                 prefilled = reply.cache.prefilled_tokens
                 ttft.append(reply.timings.ttft_s)
-            kv = engine.statistics().kv_used_tokens * kv_cell_bytes(model)
+            kv = engine.statistics().kv_tokens_used * kv_cell_bytes(model)
             points.append(Point(n_parked, summarize(ttft[1:]), _unknown(), prefilled, kv, held_bytes(engine)))
     floor = bare(model, [(PARKED_TOKENS, APPEND)], repeats, n_ctx, n_threads)[0]
     return [_with_floor(point, floor) for point in points]
 
 
 def wait_until_quiet_here() -> None:
-    import os
-
     wait_until_quiet(os.getpid(), window_s=0.03)
 
 
@@ -141,9 +139,7 @@ def _unknown() -> Summary:
 
 
 def _with_floor(point: Point, floor: Summary) -> Point:
-    return Point(
-        point.x, point.ttft_s, floor, point.prefilled_tokens, point.kv_bytes, point.host_bytes
-    )
+    return Point(point.x, point.ttft_s, floor, point.prefilled_tokens, point.kv_bytes, point.host_bytes)
 
 
 # ---- the index ----
@@ -250,7 +246,9 @@ def plot(results: dict[str, Any], folder: Path) -> list[Path]:
         ("lookup and publish in the index, ms", 1e3),
         ("memory held, MiB", 1 / 2**20),
     )
-    for row, (key, label) in zip(axes, (("history", "tokens of history"), ("parked", "parked conversations")), strict=True):
+    for row, (key, label) in zip(
+        axes, (("history", "tokens of history"), ("parked", "parked conversations")), strict=True
+    ):
         for name, colour in colours.items():
             of = results[name][key]
             drawn = (
@@ -271,7 +269,7 @@ def plot(results: dict[str, Any], folder: Path) -> list[Path]:
             axis.grid(visible=True, linewidth=0.3)
             axis.legend(fontsize=7, frameon=False)
             ticks = results["dense"][key]["x"]
-            axis.set_xticks(ticks, [f"{x // 1024}k" if x >= 1024 else str(x) for x in ticks])  # noqa: PLR2004
+            axis.set_xticks(ticks, [f"{x // 1024}k" if x >= 1024 else str(x) for x in ticks])
             axis.minorticks_off()
     folder.mkdir(exist_ok=True)
     paths = [folder / "growth.png", folder / "growth.svg"]

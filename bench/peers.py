@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,9 @@ from bench.peer.peer import Answer, EngineFailedError, Peer, Setup
 from bench.peer.process import forget_peak, peak_bytes, wait_until_quiet
 from bench.peer.python_peers import llama_cpp_python, pyllamacache
 from bench.peer.worker import Worker
+from bench.verdicts import BINDING, FLOOR, OURS, RECORDED, SERVER, TUNED, lines
 from pyllamacache.config import usable_cores
 
-OURS, SERVER, TUNED, BINDING, FLOOR = (
-    "pyllamacache",
-    "llama-server",
-    "llama-server, tuned",
-    "llama-cpp-python",
-    "llama_decode",
-)
 TUNED_FLAGS = ("--ctx-checkpoints", "128", "--checkpoint-min-step", "256", "--slot-prompt-similarity", "0.5")
 TEMPLATE = "Qwen-Qwen3-0.6B"
 """Of recorded sessions, which have tools; the others use the model's own."""
@@ -305,7 +299,10 @@ def measure(subject: Subject, peers: Sequence[Peer], *, repeats: int, n_threads:
     for header in subject.headers:
         scripts: list[tuple[Setup, Callable[[int], Script]]] = [
             (base, lambda round_, header=header: conversation(Writer(count, seed + round_), header)),
-            (replace(base, n_slots=2), lambda round_, header=header: agents_in_turn(Writer(count, seed + round_), header)),
+            (
+                replace(base, n_slots=2),
+                lambda round_, header=header: agents_in_turn(Writer(count, seed + round_), header),
+            ),
         ]
         of_header: dict[str, Any] = {}
         for setup, script in scripts:
@@ -317,7 +314,7 @@ def measure(subject: Subject, peers: Sequence[Peer], *, repeats: int, n_threads:
         recorded: dict[str, Any] = {}
         for recording in subject.recordings:
             recorded |= _repeated(peers, setup, lambda _, recording=recording: recording.script(), min(repeats, 2))
-        results["recorded sessions"] = recorded
+        results[RECORDED] = recorded
         show(f"{subject.name}, recorded sessions", recorded)
     return results
 
@@ -359,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for subject in subjects:
             repeats = 1 if args.quick else args.repeats
             results[subject.name] = measure(subject, peers, repeats=repeats, n_threads=n_threads, seed=args.seed)
+    print(*lines(results), sep="\n")
     if args.json:
         write_json("peers", dense, results)
     return 0

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import peers_report
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+PEERS = ROOT / "bench" / "PEERS.md"
 
 Results = dict[str, Any]
 
@@ -77,6 +79,11 @@ ROWS: list[tuple[str, str, Callable[[Results], str]]] = [
         "decode",
         "one slot, against llama-bench of the same build",
         lambda r: f"{_rate(r['one slot tokens/s'])} ({r['one_slot_over_llama_bench']:.2f} of it)",
+    ),
+    (
+        "decode",
+        "two slots, against llama-batched-bench of the same build",
+        lambda r: f"{_rate(r['two slots tokens/s'])} ({r['two_slots_over_batched_bench']:.2f} of it)",
     ),
     (
         "decode",
@@ -161,43 +168,67 @@ ROWS: list[tuple[str, str, Callable[[Results], str]]] = [
 ]
 
 
+def loaded(name: str) -> dict[str, Any] | None:
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def table() -> str:
     """The section's text: machine and model, then one row per figure."""
-    loaded: dict[str, Any] = {}
-    for name in {row[0] for row in ROWS}:
-        path = Path(__file__).parent / "results" / f"{name}.json"
-        if path.exists():
-            loaded[name] = json.loads(path.read_text(encoding="utf-8"))
-    if not loaded:
+    found = {name: data for name in {row[0] for row in ROWS} if (data := loaded(name)) is not None}
+    if not found:
         return "Nothing has been measured yet."
-    origins = [data["origin"] for _, data in sorted(loaded.items()) if data["origin"]["model"]]
+    origins = [data["origin"] for _, data in sorted(found.items()) if data["origin"]["model"]]
     origins = [each for each in origins if not each["model"]["name"].startswith("tiny")] or origins
     origin = max(origins, key=lambda each: str(each["date"]))
-    machine = f"{origin['cpu']}, {origin['cores']} cores (shared)"
-    versions = f"llama.cpp {origin['llama']}, Python {origin['python']}, {origin['date']}"
     lines = [
-        f"{origin['model']['name']} on {machine}, {versions}.",
-        "Medians of interleaved runs. `bench/results` has the spread, [bench](bench/README.md) the commands.",
+        f"{origin['model']['name']}, llama.cpp {origin['llama']}, Python {origin['python']}, two shared cores.",
+        "Medians of interleaved runs. `bench/results` has spread and machine, [bench](bench/README.md) the commands.",
         "",
         "| What | Measured |",
         "|---|---|",
     ]
-    lines += [f"| {what} | {show(loaded[name]['results'])} |" for name, what, show in ROWS if name in loaded]
+    lines += [f"| {what} | {show(found[name]['results'])} |" for name, what, show in ROWS if name in found]
     return "\n".join(lines)
 
 
-def main() -> int:
+def side_by_side() -> str:
+    data = loaded("peers")
+    return "Nothing has been measured yet." if data is None else "\n".join(peers_report.short(data["results"]))
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"numbers": table, "peers": side_by_side}
+"""By the name in the README's markers."""
+
+
+def wanted() -> dict[Path, str]:
+    """What the files that show figures have to contain."""
     text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
-    if "--check" in sys.argv[1:]:
-        if wanted != text:
-            print("README.md and bench/results differ; run python -m bench.report", file=sys.stderr)
-            return 1
+    for name, make in SECTIONS.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"README.md needs {begin} and {end}, once each")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    files = {README: text}
+    data = loaded("peers")
+    if data is not None:
+        files[PEERS] = "\n".join(peers_report.full(data["results"], data["origin"])) + "\n"
+    return files
+
+
+def main() -> int:
+    files = wanted()
+    if "--check" not in sys.argv[1:]:
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    README.write_text(wanted, encoding="utf-8")
-    return 0
+    differ = [
+        path.name for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    if differ:
+        print(f"{', '.join(differ)} and bench/results differ; run python -m bench.report", file=sys.stderr)
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode tokens/s of one slot and of four, against llama-bench and llama-batched-bench of the same build.
+"""Decode tokens/s of one slot, two and four, against llama-bench and llama-batched-bench of the same build.
 
 Each of our runs generates 128 tokens from an empty context by default, as llama-bench's tg128 does. Rounds alternate.
 """
@@ -9,6 +9,7 @@ import json
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bench.harness import Summary, arguments, find_tool, interleave, load_model, print_table, summarize, write_json
@@ -18,6 +19,7 @@ from pyllamacache.config import usable_cores
 
 N_TOKENS = 128
 N_PROMPT = 16
+SLOTS = {"one slot": 1, "two slots": 2, "four slots": 4}
 
 
 def _llama_bench(tool: Path, model: Path, threads: int) -> float:
@@ -99,14 +101,12 @@ def main() -> None:
         with Engine(model, n_ctx=2048, n_slots=n_slots, n_threads=threads, progress=False) as engine:
             return _ours(engine, n_slots, next(seeds))
 
-    cases = {
-        "one slot": lambda: _alone(1),
-        "four slots": lambda: _alone(4),
-    }
+    cases: dict[str, Callable[[], float]] = {name: lambda n=n: _alone(n) for name, n in SLOTS.items()}
     if bench is not None:
         cases["llama-bench"] = lambda: _llama_bench(bench, model.path, threads)
     if batched is not None:
-        cases["llama-batched-bench x4"] = lambda: _batched_bench(batched, model.path, threads, 4)
+        for n in (2, 4):
+            cases[f"llama-batched-bench x{n}"] = lambda n=n: _batched_bench(batched, model.path, threads, n)
     samples = interleave(cases, repeats=args.repeats)
     summaries: dict[str, Summary] = {name: summarize(values) for name, values in samples.items()}
     print_table(
@@ -117,6 +117,7 @@ def main() -> None:
     results: dict[str, object] = {f"{name} tokens/s": summary for name, summary in summaries.items()}
     for ours, theirs, key in (
         ("one slot", "llama-bench", "one_slot_over_llama_bench"),
+        ("two slots", "llama-batched-bench x2", "two_slots_over_batched_bench"),
         ("four slots", "llama-batched-bench x4", "four_slots_over_batched_bench"),
     ):
         if theirs in summaries:

@@ -39,11 +39,11 @@ def publish(index: PrefixIndex, ids: Ids, seq_id: SlotId) -> None:
     index.park("", ids, seq_id)
 
 
-def withdraw(index: PrefixIndex, ids: Ids, seq_id: SlotId) -> None:
-    """Take out what only `publish` has put there."""
+def withdraw(index: PrefixIndex, ids: Ids, seq_id: SlotId, after: int = HEADER) -> None:
+    """Take out what only `publish` has put there: the spans behind `after`."""
     match = index.match("", ids)
     for start in sorted(match.spans, reverse=True):
-        if start > HEADER:
+        if start >= after:
             index.remove(match.spans[start])
     index.remove(match.checkpoints[-1])
     index.remove(index.parked_by(seq_id))

@@ -18,8 +18,8 @@ import numpy as np
 from worker import Event, Say, serve
 
 from pyllamacache import Engine, Model
-from pyllamacache.native.context import NativeContext
 from pyllamacache.config import EngineSettings, Memory
+from pyllamacache.native.context import NativeContext
 from pyllamacache.request import SamplingParams
 from pyllamacache.scheduler.backend import Feed
 

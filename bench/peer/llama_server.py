@@ -144,9 +144,7 @@ class LlamaServer:
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         connection = http.client.HTTPConnection(_HOST, self._port, timeout=900)
         try:
-            connection.request(
-                "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise EngineFailedError(f"{response.status}: {response.read(2000)!r}")

@@ -83,7 +83,9 @@ class Peer(Protocol):
     """An engine. `start`, any number of `send`, `stop`; then `start` again for a restart."""
 
     name: str
-    pid: int
+
+    @property
+    def pid(self) -> int: ...
 
     def start(self, setup: Setup) -> None: ...
 

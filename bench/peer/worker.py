@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,17 @@ class Worker:
 
     def close(self, timeout_s: float = 120.0) -> None:
         """Ask it to stop, and wait; repeatable."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._reader.join(timeout_s)
+        self._process.stdout.close()
         self._file.close()
 
 
@@ -115,7 +118,7 @@ def serve(handle: Callable[[Event, Say], Any], *, at_end: Callable[[], None], th
 
         try:
             say({"done": handle(command, say)})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # whatever it was, the parent hears of it
             traceback.print_exc()
             say({"error": f"{type(error).__name__}: {error}"})
 
