@@ -212,7 +212,8 @@ def series(points: Sequence[Point], times: Sequence[tuple[Summary, Summary]]) ->
     }
 
 
-def show(title: str, what: str, of: dict[str, Any]) -> None:
+def show(title: str, what: str, of: dict[str, Any], *, per: int) -> None:
+    """`per`: of what a slope is given for so many."""
     rows = []
     for i, x in enumerate(of["x"]):
         seconds = [of[name][i].median * 1e3 for name in ("ttft_s", "floor_s", "lookup_s", "publish_s")]
@@ -225,7 +226,8 @@ def show(title: str, what: str, of: dict[str, Any]) -> None:
     for name, each in of["fit"].items():
         scale, unit = (1 / 2**20, "MiB") if name.endswith("bytes") else (1e3, "ms")
         print(
-            f"  {name}: {each['at_zero'] * scale:.3f} {unit} + {each['slope'] * scale * 1000:.4f} {unit} per 1,000 "
+            f"  {name}: {each['at_zero'] * scale:.3f} {unit} + {each['slope'] * scale * per:.4f} {unit} "
+            f"per {per:,} {what} "
             f"(R² {each['r_squared']:.3f}), exponent {each['exponent']:.2f}"
         )
 
@@ -307,11 +309,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "history": series(histories(model, args.repeats, n_threads), over_history),
                 "parked": series(parked(model, args.repeats, n_threads), over_parked),
             }
-            show(f"tiny {name}: {APPEND} tokens appended to a history", "history", results[name]["history"])
+            show(f"tiny {name}: {APPEND} tokens appended to a history", "tokens", results[name]["history"], per=1000)
             show(
                 f"tiny {name}: {APPEND} tokens appended to one of the parked, {PARKED_TOKENS:,} tokens each",
                 "parked",
                 results[name]["parked"],
+                per=1,
             )
         if args.json:
             write_json("growth", None, results)

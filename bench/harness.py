@@ -85,6 +85,7 @@ def origin(model: Any) -> dict[str, Any]:
         "commit": _commit(),
         "llama": library.llama_tag,
         "source_digest": library.source_digest,
+        "patches": list(library.patches),
         "model": None if model is None else {"name": model.path.name, "fingerprint": model.fingerprint},
         "cpu": _cpu_name(),
         "cores": usable_cores(),

@@ -194,10 +194,10 @@ def floors(setup: Setup, measured: Sequence[Measurement]) -> list[float]:
 
 @dataclass(slots=True)
 class Round:
-    """One pass of every engine through one script. The floor is that of pyllamacache's prompts."""
+    """One pass of every engine through one script. The floor is that of pyllamacache's prompts, in the first round."""
 
     measured: dict[str, list[Measurement]]
-    floor_s: list[float]
+    floor_s: list[float] | None
 
     def cases(self) -> list[str]:
         first = next(iter(self.measured.values()))
@@ -207,8 +207,8 @@ class Round:
         return [each for each in self.measured.get(engine, ()) if each.case == case]
 
     def floor_of(self, case: str) -> float:
-        ours = self.measured[OURS]
-        return sum(s for each, s in zip(ours, self.floor_s, strict=True) if each.case == case)
+        assert self.floor_s is not None
+        return sum(s for each, s in zip(self.measured[OURS], self.floor_s, strict=True) if each.case == case)
 
 
 def collected(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
@@ -221,7 +221,7 @@ def collected(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
             if not all(runs) or len({len(run) for run in runs}) > 1:
                 continue
             of_case[engine] = _sums(runs)
-        of_case[FLOOR] = {"ttft_s": summarize([each.floor_of(case) for each in rounds])}
+        of_case[FLOOR] = {"ttft_s": summarize([each.floor_of(case) for each in rounds if each.floor_s])}
         results[case] = of_case
     return results
 
@@ -232,6 +232,7 @@ def _sums(runs: Sequence[Sequence[Measurement]]) -> dict[str, Any]:
 
     return {
         "requests": len(runs[0]),
+        "rounds": len(runs),
         "prompt_tokens": summary("prompt_tokens").median,
         "prefilled_tokens": summary("prefilled_tokens").median,
         "completion_tokens": summary("completion_tokens").median,
@@ -266,8 +267,10 @@ class Subject:
     name: str
     model: Any
     n_ctx: int
-    headers: tuple[int, ...]
+    rounds: dict[int, int]
+    """By the header's tokens."""
     recordings: tuple[Recording, ...]
+    recorded_rounds: int = 1
 
 
 def template_file() -> Path:
@@ -288,7 +291,7 @@ def tiny_hybrid(n_ctx: int) -> Iterator[Any]:
             yield model
 
 
-def measure(subject: Subject, peers: Sequence[Peer], *, repeats: int, n_threads: int, seed: int) -> dict[str, Any]:
+def measure(subject: Subject, peers: Sequence[Peer], *, n_threads: int, seed: int) -> dict[str, Any]:
     """By workload and case."""
 
     def count(text: str) -> int:
@@ -296,7 +299,7 @@ def measure(subject: Subject, peers: Sequence[Peer], *, repeats: int, n_threads:
 
     base = Setup(subject.model.path, 4, subject.n_ctx, 2 * subject.n_ctx, n_threads, Path())
     results: dict[str, Any] = {}
-    for header in subject.headers:
+    for header, repeats in subject.rounds.items():
         scripts: list[tuple[Setup, Callable[[int], Script]]] = [
             (base, lambda round_, header=header: conversation(Writer(count, seed + round_), header)),
             (
@@ -313,7 +316,9 @@ def measure(subject: Subject, peers: Sequence[Peer], *, repeats: int, n_threads:
         setup = replace(base, chat_template=template_file())
         recorded: dict[str, Any] = {}
         for recording in subject.recordings:
-            recorded |= _repeated(peers, setup, lambda _, recording=recording: recording.script(), min(repeats, 2))
+            recorded |= _repeated(
+                peers, setup, lambda _, recording=recording: recording.script(), subject.recorded_rounds
+            )
         results[RECORDED] = recorded
         show(f"{subject.name}, recorded sessions", recorded)
     return results
@@ -325,8 +330,11 @@ def _repeated(
     rounds = []
     for round_ in range(repeats):
         measured = drive(peers, setup, lambda round_=round_: script(round_))
-        with tempfile.TemporaryDirectory(prefix="plc-floor-") as folder:
-            rounds.append(Round(measured, floors(replace(setup, folder=Path(folder)), measured[OURS])))
+        floor_s = None
+        if not rounds:
+            with tempfile.TemporaryDirectory(prefix="plc-floor-") as folder:
+                floor_s = floors(replace(setup, folder=Path(folder)), measured[OURS])
+        rounds.append(Round(measured, floor_s))
         print(f"  round {round_ + 1} of {repeats}", file=sys.stderr, flush=True)
     return collected(rounds)
 
@@ -335,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="write bench/results/peers.json")
     parser.add_argument("--quick", action="store_true", help="the tiny hybrid only, one round")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, nargs=2, default=(3, 2), metavar="N", help="of the short and long header")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tools", type=Path, default=None, help="folder of llama-server; built where not given")
@@ -347,15 +355,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     n_threads = args.threads or usable_cores()
     results: dict[str, Any] = {}
     with tiny_hybrid(65_536) as hybrid:
-        subjects = [Subject("tiny hybrid", hybrid, 65_536, (2000, 6000), tuple(recordings(is_small=False)))]
+        short, long = args.rounds
+        recorded = tuple(recordings(is_small=False))
+        subjects = [Subject("tiny hybrid", hybrid, 65_536, {2000: short + 2, 6000: long + 2}, recorded, 2)]
         if args.quick:
-            subjects = [replace(subjects[0], headers=(600,), recordings=())]
+            subjects = [replace(subjects[0], rounds={600: 1}, recordings=())]
         else:
             dense = load_model(None)
-            subjects.insert(0, Subject("SmolLM2-135M", dense, 8192, (2000, 6000), tuple(recordings(is_small=True))))
+            recorded = tuple(recordings(is_small=True))
+            subjects.insert(0, Subject("SmolLM2-135M", dense, 8192, {2000: short, 6000: long}, recorded))
         for subject in subjects:
-            repeats = 1 if args.quick else args.repeats
-            results[subject.name] = measure(subject, peers, repeats=repeats, n_threads=n_threads, seed=args.seed)
+            results[subject.name] = measure(subject, peers, n_threads=n_threads, seed=args.seed)
     print(*lines(results), sep="\n")
     if args.json:
         write_json("peers", dense, results)

@@ -15,7 +15,8 @@ OURS, SERVER, TUNED, BINDING, FLOOR = (
 )
 RECORDED = "recorded sessions"
 STRICTLY_FEWER = (
-    "edit in the middle",
+    "edit a question in the middle",
+    "edit a reply in the middle",
     "return to the old branch",
     "same header, its holder busy",
     "eight agents in turn",

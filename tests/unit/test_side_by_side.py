@@ -77,7 +77,8 @@ def test_a_conversation_has_every_case_and_its_own_replies() -> None:
     named = [step.case for step in steps if step.case]
     assert list(dict.fromkeys(named)) == [
         "cold", "append", "repeat", "edit the last message", "branch in the middle", "return to the old branch",
-        "edit in the middle", "drop the previous reply", "after an unrelated request", "restart and resume",
+        "edit a question in the middle", "edit a reply in the middle",
+        "drop the previous reply", "after an unrelated request", "restart and resume",
         "same header, its holder busy",
     ]  # fmt: skip
     by_case = {step.case: list(step.request.messages) for step in steps}

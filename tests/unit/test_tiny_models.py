@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,10 +83,23 @@ def test_the_hand_made_encoder_agrees_with_the_gguf_package(spec: TinySpec, tmp_
     assert encode(image_of(spec)) == (tmp_path / "model.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("kind", [FullSpec, HybridSpec])
+def test_a_readable_model_says_nothing_but_printable_ascii(kind: type[TinySpec], tiny_models: Any) -> None:
+    from pyllamacache import Engine
+
+    model = tiny_models(kind(is_readable=True))
+    with Engine(model, n_ctx=512, n_slots=1, n_threads=1, progress=False) as engine:
+        for prompt in ("one", "two", "three"):
+            text = engine.complete(prompt, max_tokens=60).text
+            assert text
+            assert all(" " <= character <= "~" or character == "\n" for character in text), text
+
+
 def test_no_two_specs_share_a_file() -> None:
     specs: list[TinySpec] = [*ALL_SPECS, *default_specs(1), hybrid_27b_state()]
     specs += [FullSpec(n_layer=2), FullSpec(n_ctx_train=128), SlidingSpec(window=16), HybridSpec(state_size=64)]
     specs += [FullSpec(control_scale=1.0), FullSpec(add_bos=True), RecurrentSpec(groups=2)]
+    specs += [FullSpec(is_readable=True)]
     assert len({spec.file_name for spec in specs}) == len(specs)
 
 
