@@ -349,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", type=Path, default=None, help="folder of llama-server; built where not given")
     parser.add_argument("--without-llama-cpp-python", action="store_true")
     args = parser.parse_args(arguments)
+    if args.json and args.quick:
+        parser.error("--json takes the whole run")
     tools = build.tools_folder(args.tools)
     binding = None if args.without_llama_cpp_python else build.python_with_llama_cpp()
     peers = peers_for(tools, binding)

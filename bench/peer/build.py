@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import venv
@@ -16,22 +15,41 @@ ENVIRONMENT = ROOT / "build" / "llama-cpp-python"
 PACKAGE = "llama-cpp-python==0.3.36"
 
 
-def tools_folder(given: Path | None, *, is_server_needed: bool = True) -> Path:
+def tools_folder(given: Path | None) -> Path:
     """Where llama-server, llama-bench and llama-batched-bench are; built first where they are not.
 
     Raises SystemExit with what is missing.
     """
-    name = "llama-server" if is_server_needed else "llama-bench"
+    name = "llama-server"
     found = find_tool(given, name, is_quiet=given is None)
     if found is None:
         if given is not None:
             raise SystemExit(f"{given} has no {name}")
         print("building llama-server and llama-bench from the pinned sources: some minutes", file=sys.stderr)
-        configure = ["cmake", "-S", ROOT, "-B", TOOLS, "-G", "Ninja", "-DPYLLAMACACHE_TOOLS=ON"]
-        _run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], log=ROOT / "build" / "tools.log")
-        _run(["cmake", "--build", TOOLS, "--target", "tools"], log=ROOT / "build" / "tools.log")
+        log, programs = ROOT / "build" / "tools.log", _cmake_folder()
+        cmake, ninja = programs / "cmake", programs / "ninja"
+        configure = [cmake, "-S", ROOT, "-B", TOOLS, "-G", "Ninja", "-DPYLLAMACACHE_TOOLS=ON"]
+        _run([*configure, f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"], log=log)
+        _run([cmake, "--build", TOOLS, "--target", "tools"], log=log)
         found = TOOLS / "bin" / name
     return found.parent
+
+
+def _cmake_folder() -> Path:
+    """Where a cmake that can build this and ninja are: beside this interpreter, or in an environment made for them.
+
+    Debian 12's cmake is too old, and the tests' environment has none.
+    """
+    own = Path(sys.executable).parent
+    if (own / "cmake").is_file() and (own / "ninja").is_file():
+        return own
+    folder = ROOT / "build" / "cmake"
+    if not (folder / "bin" / "ninja").is_file():
+        venv.create(folder, with_pip=True, clear=True)
+        _run(
+            [folder / "bin" / "python", "-m", "pip", "install", "cmake>=4.0", "ninja"], log=ROOT / "build" / "cmake.log"
+        )
+    return folder / "bin"
 
 
 def python_with_llama_cpp(environment: Path = ENVIRONMENT) -> Path | None:
@@ -55,9 +73,8 @@ def python_with_llama_cpp(environment: Path = ENVIRONMENT) -> Path | None:
 
 def _run(command: list[str | Path], *, log: Path) -> None:
     log.parent.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # cmake and ninja of the bench extra
     with log.open("ab") as file:
-        run = subprocess.run(command, stdout=file, stderr=file, env={**os.environ, "PATH": path}, check=False)
+        run = subprocess.run(command, stdout=file, stderr=file, check=False)
     if run.returncode:
         tail = log.read_text(encoding="utf-8", errors="replace")[-1500:]
         raise SystemExit(f"{command[0]} failed; the end of {log.relative_to(ROOT)}:\n{tail}")
