@@ -103,6 +103,8 @@ def write_json(name: str, model: Any, results: Mapping[str, Any]) -> Path:
             return asdict(value)
         if isinstance(value, Mapping):
             return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
         return value
 
     RESULTS.mkdir(exist_ok=True)

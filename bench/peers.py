@@ -12,6 +12,7 @@ measured by `bench.flow.decode` and `bench.growth`.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -230,6 +231,7 @@ def _sums(runs: Sequence[Sequence[Measurement]]) -> dict[str, Any]:
     def summary(field: str) -> Any:
         return summarize([sum(getattr(each, field) for each in run) for run in runs])
 
+    said = all(math.isfinite(each.engine_prefill_s) for run in runs for each in run)
     return {
         "requests": len(runs[0]),
         "rounds": len(runs),
@@ -238,7 +240,7 @@ def _sums(runs: Sequence[Sequence[Measurement]]) -> dict[str, Any]:
         "completion_tokens": summary("completion_tokens").median,
         "ttft_s": summary("ttft_s"),
         "total_s": summary("total_s"),
-        "engine_prefill_s": summary("engine_prefill_s"),
+        **({"engine_prefill_s": summary("engine_prefill_s")} if said else {}),
         "after_cpu_s": summary("after_cpu_s"),
         "peak_bytes": summarize([max(each.peak_bytes for each in run) for run in runs]).median,
     }
