@@ -6,8 +6,14 @@
 
 #include <pthread.h>
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) // they follow threads, and not these stacks
-#    define PLC_SWITCHES_STACKS 0
+#if defined(__has_feature)
+#    if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#        define PLC_IS_WATCHED
+#    endif
+#endif
+
+#if defined(PLC_IS_WATCHED) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#    define PLC_SWITCHES_STACKS 0 // sanitizers follow threads, and not these stacks
 #elif defined(__linux__) && defined(__GLIBC__)
 #    define PLC_SWITCHES_STACKS 1
 #else
