@@ -26,8 +26,15 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
         yield "| " + " | ".join(row) + " |"
 
 
+def _took_part(of_case: Results, engine: str) -> bool:
+    """In all of it: an engine that failed a request on the way has done less than the others."""
+    if engine not in of_case:
+        return False
+    return engine == FLOOR or of_case[engine]["requests"] == of_case[OURS]["requests"]
+
+
 def _cell(of_case: Results, engine: str, show: Callable[[Results], str]) -> str:
-    return show(of_case[engine]) if engine in of_case else "-"
+    return show(of_case[engine]) if _took_part(of_case, engine) else "-"
 
 
 def _prefilled(each: Results) -> str:
@@ -46,7 +53,7 @@ def _spread(each: Results) -> str:
 def short(results: Results) -> Iterator[str]:
     """For the README: the long header and the recordings, what was prefilled and how long it took."""
     for subject, workloads in results.items():
-        yield f"**{subject}**, tokens prefilled and time to first token:"
+        yield f"**{subject}**: tokens prefilled (four columns), then time to first token (five):"
         yield ""
         header = ["", *(SHORT[engine] for engine in ENGINES), *(SHORT[engine] for engine in (*ENGINES, FLOOR))]
         rows = []
@@ -79,7 +86,7 @@ def full(results: Results, origin: Results) -> Iterator[str]:
             rows = []
             for case, of_case in cases.items():
                 for engine in (*ENGINES, FLOOR):
-                    if engine in of_case:
+                    if _took_part(of_case, engine):
                         rows.append(_row(case, engine, of_case[engine]))
             header = ["Case", "Engine", "Prefilled", "Of", "Time to first token", "Total", "Peak memory"]
             yield from _table(header, rows)

@@ -12,7 +12,7 @@ import pytest
 from bench import cases, growth, peers_report, report
 from bench.peer.peer import Message
 from bench.peer.worker import Worker
-from bench.verdicts import OURS, RECORDED, SERVER, TUNED, lines, verdicts
+from bench.verdicts import BINDING, OURS, RECORDED, SERVER, TUNED, lines, verdicts
 
 ECHO = """
 import sys
@@ -156,6 +156,7 @@ def test_a_claim_is_missed_where_it_is(
 
 def test_tables_show_every_engine_and_where_one_did_not_take_part() -> None:
     found = results((1, 0.25), (2, 1.5), case="append", workload=peers_report.LONGEST_HEADER)
+    found["tiny hybrid"][peers_report.LONGEST_HEADER]["append"][BINDING] = {**engine(1, 0.1), "requests": 0}
     table = "\n".join(peers_report.short(found))
     assert "| append | 1 | 2 | 2 | - | 250 ms | 1.5 s | 1.5 s | - | - |" in table
 
