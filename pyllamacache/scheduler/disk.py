@@ -192,9 +192,10 @@ class DiskTier:
 
     def forget(self, mark: Mark) -> None:
         """It is not there any more, or of no use."""
-        known = self._by_key.pop((kind_name(mark), mark.key), None)
-        if known is not None:
-            self.n_bytes -= known.n_bytes
+        name = (kind_name(mark), mark.key)
+        if self._by_key.get(name) is mark:  # the same may have been written and found again meanwhile
+            del self._by_key[name]
+            self.n_bytes -= mark.n_bytes
         if mark.node is not None:
             self.index.remove(mark)
 
