@@ -58,6 +58,19 @@ def test_entries_are_found_in_whatever_order_they_come() -> None:
         tier.index.audit()
 
 
+def test_a_late_loss_leaves_what_was_written_anew() -> None:
+    """A read that began before an entry was removed fails after the same was written and found again."""
+    store = FakeStore(1000)
+    each = entry(store, "span", 4)
+    tier = written(store, each)
+    old = tier.index.match("", IDS).spans[0]
+    tier.forget(old)
+    tier._take(each)
+    tier.forget(old)
+    assert found(tier) == ([4], [])
+    assert (tier.n_bytes, tier.n_entries) == (8, 1)
+
+
 def test_an_entry_whose_key_is_not_that_of_its_ids_is_ignored() -> None:
     store = FakeStore(1000)
     right = entry(store, "span", 4)
