@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict, deque
@@ -113,7 +114,8 @@ class Renderer:
         marks = {header_end, found.generation_start}
         rough = found.rough_starts()
         recent = found.of_recent
-        shape = (header_key, *map(shape_of, chat.messages[-N_RECENT:]))
+        header = hashlib.blake2b(header_key.encode(), digest_size=16).digest()  # shapes outlive it, and are many
+        shape = (header, *map(shape_of, chat.messages[-N_RECENT:]))
         survives: tuple[int, ...] = ()
         if not self._shapes.survive(shape):
             survives = recent().survives()
@@ -124,7 +126,7 @@ class Renderer:
             searched.insert(0, max((i for i, start in enumerate(rough) if start <= each), default=0))
         searched = list(dict.fromkeys(searched))
         for index in [each for each in searched if each not in starts][:MAX_SEARCHED]:
-            pair = (header_key, *map(shape_of, chat.messages[max(0, index - 1) : index + 1]))
+            pair = (header, *map(shape_of, chat.messages[max(0, index - 1) : index + 1]))
             start = self._shapes.start(pair, found.data, rough[index])
             if start is None:
                 start = recent().start_of(index)

@@ -135,3 +135,24 @@ def test_a_reply_is_known_only_where_it_was_given() -> None:
         assert '[book {"seats": 3}]</><t>done' in other.text
     renderer.clear("a")
     assert '[book {"seats": 3}]' in opened(renderer, messages, tools, namespace="a").text
+
+
+def test_what_was_learned_of_a_template_gives_the_places_that_rendering_gives() -> None:
+    """Once a shape is known, the prompt itself is the only rendering."""
+    templates = Templates()
+    learned = Renderer(templates)
+    for n_turns in range(1, 9):
+        before = templates.n_renders
+        found = opened(learned, talk(n_turns))
+        n_renders = templates.n_renders - before
+        fresh = opened(Renderer(Templates()), talk(n_turns))
+        assert (found.text, found.marks) == (fresh.text, fresh.marks)
+        assert n_turns <= 5 or n_renders == 1
+
+
+def test_a_shape_that_loses_something_is_asked_every_time() -> None:
+    renderer = Renderer(Templates(drops=True))
+    for n_turns in range(1, 6):
+        reply = {"role": "assistant", "content": "call", "reasoning_content": "thinking"}
+        prompt = opened(renderer, [*talk(n_turns, reasoning=True), reply, {"role": "tool", "content": "result"}])
+        assert prompt.text.index("<think>thinking") in prompt.marks
