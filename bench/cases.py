@@ -57,8 +57,6 @@ class Step:
     """The engine is stopped and started again first; what its users do for that is done."""
     beside: ChatRequest | None = None
     """A request that is generating when `request` is sent, and is waited for afterwards."""
-    adds: str | None = None
-    """A group whose sums this measurement counts for as well."""
 
 
 Script = Generator[Step, str, None]

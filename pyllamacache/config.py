@@ -228,9 +228,9 @@ def resolve_flash_attention(
     """What "auto" means: llama.cpp's choice, and "off" in exact mode on the CPU.
 
     With flash attention the CPU passes over cells that a token does not see; without, every token pays for all cells in
-    use, whoever holds them. Six prompts of 700 tokens of SmolLM2-135M one after the other, each parked: 1.6 s for each
-    with it, 1.8 to 4.0 s without (b11549, two cores with AVX-512). Fewer than 64 rows at great depth lose: 40 tokens on
-    4,000 take 370 ms with it and 180 to 300 without.
+    use, whoever holds them. Six prompts of 700 tokens of SmolLM2-135M one after the other, each parked: 1.6 to 1.8 s
+    each with it, 1.8 to 4.0 s without (b11549, two cores with AVX-512). Fewer than 64 rows at great depth lose: 40
+    tokens on 4,000 take 370 ms with it and 180 to 300 without.
 
     It splits the cells over threads, so sums depend on how many are in use, which exact mode rules out. Without it the
     scores of an ubatch are held in memory, so very long contexts keep it; a quantised V cannot do without.
