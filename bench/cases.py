@@ -6,14 +6,15 @@ the same seed, and are driven through them in step, so that each case is measure
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from bench.flow import chat
 from bench.peer.peer import ChatRequest, Message
 from bench.replay import TRACES, read_lines
 
@@ -105,40 +106,40 @@ def conversation(writer: Writer, header_tokens: int) -> Script:
     head = system(writer.text(header_tokens))
     ask = [user(writer.text(60)) for _ in range(9)]
 
-    def chat(case: str | None, messages: Sequence[Message], **more: Any) -> Step:
+    def ask_for(case: str | None, messages: Sequence[Message], **more: Any) -> Step:
         return Step(case, ChatRequest(list(messages), REPLY_TOKENS), **more)
 
     main = [head, ask[0]]
-    main.append(assistant((yield chat("cold", main))))
+    main.append(assistant((yield ask_for("cold", main))))
     main.append(ask[1])
-    yield chat("append", main)
-    yield chat("repeat", main)
+    yield ask_for("append", main)
+    yield ask_for("repeat", main)
     edited = user(ask[1]["content"].rsplit(" ", 6)[0] + " " + writer.text(12))
     main[-1] = edited
-    main.append(assistant((yield chat("edit the last message", main))))
+    main.append(assistant((yield ask_for("edit the last message", main))))
     for i in (2, 3):
         main.append(ask[i])
-        main.append(assistant((yield chat("append", main))))
-    yield chat("branch in the middle", [*main[:5], user(writer.text(60))])
+        main.append(assistant((yield ask_for("append", main))))
+    yield ask_for("branch in the middle", [*main[:5], user(writer.text(60))])
     main.append(ask[4])
-    main.append(assistant((yield chat("return to the old branch", main))))
+    main.append(assistant((yield ask_for("return to the old branch", main))))
     changed = user(main[3]["content"].rsplit(" ", 4)[0] + " " + writer.text(8))
-    yield chat("edit a question in the middle", [*main[:3], changed, *main[4:], ask[5]])
+    yield ask_for("edit a question in the middle", [*main[:3], changed, *main[4:], ask[5]])
     shortened = assistant(main[4]["content"][: len(main[4]["content"]) // 2])
-    yield chat("edit a reply in the middle", [*main[:4], shortened, *main[5:], ask[5]])
+    yield ask_for("edit a reply in the middle", [*main[:4], shortened, *main[5:], ask[5]])
     main.append(ask[5])
-    main.append(assistant((yield chat("return to the old branch", main))))
-    yield chat("drop the previous reply", [*main[:-1], ask[6]])
+    main.append(assistant((yield ask_for("return to the old branch", main))))
+    yield ask_for("drop the previous reply", [*main[:-1], ask[6]])
     main.append(ask[6])
-    main.append(assistant((yield chat("return to the old branch", main))))
-    yield chat(None, [system(writer.text(150)), user(writer.text(40))])
+    main.append(assistant((yield ask_for("return to the old branch", main))))
+    yield ask_for(None, [system(writer.text(150)), user(writer.text(40))])
     main.append(ask[7])
-    main.append(assistant((yield chat("after an unrelated request", main))))
+    main.append(assistant((yield ask_for("after an unrelated request", main))))
     main.append(ask[8])
-    main.append(assistant((yield chat("restart and resume", main, restarts=True))))
+    main.append(assistant((yield ask_for("restart and resume", main, restarts=True))))
     others = [[head, user(writer.text(60))] for _ in range(2)]
     beside = ChatRequest(others[0], BUSY_TOKENS, is_endless=True)
-    yield chat("same header, its holder busy", others[1], beside=beside)
+    yield ask_for("same header, its holder busy", others[1], beside=beside)
 
 
 def agents_in_turn(writer: Writer, header_tokens: int) -> Script:
@@ -172,17 +173,14 @@ class Recording:
 
 def _answered(messages: Sequence[Message], tools: Sequence[Any], limit: int) -> tuple[ChatRequest, ...]:
     """A request for each assistant message, up to `limit`."""
-    ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"][:limit]
-    return tuple(ChatRequest(list(messages[:end]), 1, tools) for end in ends)
+    return tuple(ChatRequest(each, 1, tools) for each in islice(chat.requests(messages), limit))
 
 
 def tau_bench(n: int, n_requests: int) -> Recording:
     """The first conversations of the airline agent, with its 14 tools, in turn."""
-    folder = TRACES / "tau-bench"
-    tools = json.loads((folder / "airline_tools.json").read_text(encoding="utf-8"))
-    with gzip.open(folder / "gpt-4o-airline.first100.json.gz", "rt", encoding="utf-8") as file:
-        talks = [each["traj"] for each in json.load(file)[:n]]
-    return Recording(f"tau-bench, {n} agents", tuple(_answered(talk, tools, n_requests) for talk in talks))
+    recorded = chat.tau_bench(n)
+    talks = tuple(_answered(talk, recorded.tools, n_requests) for talk in recorded.conversations)
+    return Recording(f"tau-bench, {n} agents", talks)
 
 
 def miniswe(numbers: Sequence[int], n_requests: int) -> Recording:
